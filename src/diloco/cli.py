@@ -1,0 +1,189 @@
+"""The command `diloco`: one function per subcommand, whose annotations and docstring are its help.
+
+JAX is imported inside the functions, so that `--help` answers at once.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from diloco import conf
+
+
+Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
+Overrides = Annotated[
+    tuple[tuple[str, ...], ...],
+    tyro.conf.UseAppendAction,
+    tyro.conf.arg(metavar="SECTION.KEY=VALUE"),
+]
+Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
+File = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
+
+
+def train(recipe: Name, *, set: Overrides = (), data: File = None, run_dir: Folder = None) -> None:
+    """Trains a recipe on this machine and writes a run directory.
+
+    Example: diloco train laptop-diloco --set train.steps=120 --run-dir runs/short
+
+    Args:
+        recipe: A name that `diloco recipes` lists, or the path of a .toml file.
+        set: Changes a value of the recipe; give it once or more.
+        data: UTF-8 text to train on, a file or a folder, .gz too; instead of the recipe's corpus.
+        run_dir: Where the run is written; runs/RECIPE if not given.
+    """
+    from diloco.recipes import load_recipe
+    from diloco.train import train as run
+
+    run(load_recipe(recipe, _flat(set, data)), run_dir, progress=True)
+
+
+def report(
+    runs: Runs, *, out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("report.html")
+) -> None:
+    """Compares runs in one HTML file that needs nothing else.
+
+    Example: diloco report runs/laptop-data-parallel runs/laptop-diloco --out report.html
+
+    Args:
+        runs: Run directories; the first is the one that the others are compared with.
+        out: The file to write.
+    """
+    from diloco.report import write_report
+
+    if not runs:
+        raise ValueError(
+            "report was given no run; name at least one run directory, such as runs/laptop-diloco"
+        )
+    write_report(runs, out)
+    print(f"wrote {out}")
+
+
+def recipes() -> None:
+    """Lists the recipes, with a line each.
+
+    Example: diloco recipes
+    """
+    for name in conf.names("recipes"):
+        print(f"{name:<36} {conf.load('recipes', name).get('meta', {}).get('summary', '')}")
+
+
+def recipe(
+    name: Name,
+    *,
+    target: Literal["maxtext", "xpk", "slurm", "local"] = "local",
+    set: Overrides = (),
+) -> None:
+    """Prints a recipe as the command or script that runs it somewhere.
+
+    Example: diloco recipe qwen3-8b-streaming-v5p-128x2 --target xpk > run.sh
+
+    Args:
+        name: A name that `diloco recipes` lists, or the path of a .toml file.
+        target: What is to run it.
+        set: Changes a value of the recipe; give it once or more.
+    """
+    from diloco import targets
+    from diloco.recipes import load_recipe
+
+    print(targets.render(load_recipe(name, _flat(set)), target), end="")
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "train": train,
+    "report": report,
+    "recipes": recipes,
+    "recipe": recipe,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line; a mistake of the user is one line on stderr and exit status 2.
+
+    Args:
+        argv: Words after `diloco`; those of the process if None.
+
+    Raises:
+        SystemExit: With 2 after a mistake, 0 after `--help`, 130 after Ctrl-C.
+
+    Example:
+        >>> main(["recipe", "--help"])  # doctest: +SKIP
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        raise SystemExit(0 if words else 2)
+    try:
+        if words[0] not in COMMANDS:
+            raise ValueError(f"no command {words[0]!r}; {conf.nearest(words[0], list(COMMANDS))}")
+        _parse(words[0], words[1:])()
+    except (ValueError, TypeError, OSError) as error:
+        if not (isinstance(error, OSError) or _is_ours(error)):
+            raise  # a defect, not a mistake of the user
+        print(f"diloco: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _parse(command: str, words: list[str]) -> Callable[[], None]:
+    """Binds the arguments; what tyro would print in a frame becomes one line."""
+    function = COMMANDS[command]
+    bind = functools.wraps(function)(
+        lambda *args, **kwargs: functools.partial(function, *args, **kwargs)
+    )
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            return tyro.cli(bind, prog=f"diloco {command}", args=words)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    lines = [line.strip("│╭╮╰╯─ \n") for line in message.getvalue().splitlines()]
+    text = " ".join(
+        line for line in lines[1:] if line and not line.startswith(("For full helptext", "diloco "))
+    )
+    raise ValueError(f"{text.rstrip('.')}; see diloco {command} --help")
+
+
+def _is_ours(error: Exception) -> bool:
+    """Tells a message for the user, raised by a line of this package, from a defect."""
+    return Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(
+        Path(__file__).parent
+    )
+
+
+def _flat(overrides: tuple[tuple[str, ...], ...], data: Path | None = None) -> list[str]:
+    flat = [word for words in overrides for word in words]
+    return (
+        flat
+        if data is None
+        else [*flat, f"data.corpus={json.dumps(str(data), ensure_ascii=False)}"]
+    )
+
+
+def _overview() -> str:
+    lines = [
+        f"  {name:<9} {(function.__doc__ or '').splitlines()[0]}"
+        for name, function in COMMANDS.items()
+    ]
+    return "\n".join(
+        [
+            "usage: diloco COMMAND ...",
+            "",
+            "DiLoCo and Streaming DiLoCo in JAX: train, compare, plan and compile recipes.",
+            "",
+            *lines,
+            "",
+            "Example: diloco train laptop-diloco && diloco report runs/laptop-diloco",
+            "`diloco COMMAND --help` has the options and an example of each command.",
+        ]
+    )
