@@ -31,7 +31,9 @@ def conf_dir() -> Path:
     for folder in (here.parent / "conf", here.parents[2] / "conf"):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"no conf folder beside {here.parent} or at the root of its checkout; reinstall diloco")
+    raise FileNotFoundError(
+        f"no conf folder beside {here.parent} or at the root of its checkout; reinstall diloco"
+    )
 
 
 def names(kind: str) -> list[str]:
@@ -113,7 +115,9 @@ def build(cls: type[T], table: dict[str, Any], where: str) -> T:
         if key not in fields:
             raise ValueError(f"{where} has no key {key!r}; {nearest(key, list(fields))}")
     for name, field in fields.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
         if required and name not in table:
             raise ValueError(f"{where} lacks the key {name!r}; add it")
     return cls(**table)

@@ -67,11 +67,19 @@ class DiLoCoConfig:
         for name in ("fragment_pattern", "wire_format", "on_bad_island"):
             _check_type(name, getattr(self, name), (str,), "a string")
         if not isinstance(self.error_feedback, bool):
-            raise TypeError(f"error_feedback {self.error_feedback!r} is not a bool; use True or False")
+            raise TypeError(
+                f"error_feedback {self.error_feedback!r} is not a bool; use True or False"
+            )
 
         keys = self.layer_keys
-        if not isinstance(keys, (tuple, list)) or not keys or not all(isinstance(k, str) and k for k in keys):
-            raise TypeError(f"layer_keys {keys!r} is not a tuple of names; use for example ('layers', 'blocks')")
+        if (
+            not isinstance(keys, (tuple, list))
+            or not keys
+            or not all(isinstance(k, str) and k for k in keys)
+        ):
+            raise TypeError(
+                f"layer_keys {keys!r} is not a tuple of names; use for example ('layers', 'blocks')"
+            )
         object.__setattr__(self, "layer_keys", tuple(keys))
 
         m, h, p, v = self.num_islands, self.sync_period, self.num_fragments, self.overlap_steps
@@ -82,9 +90,13 @@ class DiLoCoConfig:
         if p < 1:
             raise ValueError(f"num_fragments {p} is below 1; use 1 for vanilla DiLoCo")
         if p > h:
-            raise ValueError(f"num_fragments {p} exceeds sync_period {h}; use at most {h} fragments or a longer period")
+            raise ValueError(
+                f"num_fragments {p} exceeds sync_period {h}; use at most {h} fragments or a longer period"
+            )
         if v < 0:
-            raise ValueError(f"overlap_steps {v} is below 0; use 0 to apply a fragment at the step that sends it")
+            raise ValueError(
+                f"overlap_steps {v} is below 0; use 0 to apply a fragment at the step that sends it"
+            )
         if v >= h:
             raise ValueError(f"overlap_steps {v} is not below sync_period {h}; use at most {h - 1}")
         if not 0 <= self.mixing < 1:
@@ -93,10 +105,17 @@ class DiLoCoConfig:
                 "(1 would pay for traffic that nobody receives)"
             )
         if not 0 < self.outer_learning_rate < float("inf"):
-            raise ValueError(f"outer_learning_rate {self.outer_learning_rate} is not positive and finite; use 0.4 to 1.0")
+            raise ValueError(
+                f"outer_learning_rate {self.outer_learning_rate} is not positive and finite; use 0.4 to 1.0"
+            )
         if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum {self.outer_momentum} is outside [0, 1); use 0.9, or 0 for none")
-        for name, known in (("fragment_pattern", FRAGMENT_PATTERNS), ("on_bad_island", BAD_ISLAND_POLICIES)):
+            raise ValueError(
+                f"outer_momentum {self.outer_momentum} is outside [0, 1); use 0.9, or 0 for none"
+            )
+        for name, known in (
+            ("fragment_pattern", FRAGMENT_PATTERNS),
+            ("on_bad_island", BAD_ISLAND_POLICIES),
+        ):
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{name} {value!r} is not known; use one of {', '.join(known)}")

@@ -45,7 +45,11 @@ class Schedule:
         """
         offset = t % self.sync_period
         p = -(-offset * self.num_fragments // self.sync_period)
-        due = t > 0 and p < self.num_fragments and p * self.sync_period // self.num_fragments == offset
+        due = (
+            t > 0
+            and p < self.num_fragments
+            and p * self.sync_period // self.num_fragments == offset
+        )
         return (p,) if due else ()
 
     def applies(self, t: int) -> tuple[int, ...]:
@@ -71,10 +75,15 @@ class Schedule:
 
     def table(self) -> str:
         """One line a fragment: offset, first send, first apply, then every H steps (Markdown)."""
-        lines = ["| fragment | offset | first sent at t | first applied at t | then every |", "|---|---|---|---|---|"]
+        lines = [
+            "| fragment | offset | first sent at t | first applied at t | then every |",
+            "|---|---|---|---|---|",
+        ]
         for p, offset in enumerate(self.offsets):
             first = offset or self.sync_period
-            lines.append(f"| {p} | {offset} | {first} | {first + self.overlap_steps} | {self.sync_period} |")
+            lines.append(
+                f"| {p} | {offset} | {first} | {first + self.overlap_steps} | {self.sync_period} |"
+            )
         return "\n".join(lines)
 
     def __str__(self):

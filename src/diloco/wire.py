@@ -183,7 +183,9 @@ def codec(name: str) -> Codec:
         :cite:t:`douillard2025streaming` (Section 2.4) sends E3M0 and gives neither scale nor rounding; both are ours.
     """
     if name not in _CODECS:
-        raise ValueError(f"wire_format {name!r} is not known; use one of {', '.join(_CODECS)}, or diloco.wire.register it")
+        raise ValueError(
+            f"wire_format {name!r} is not known; use one of {', '.join(_CODECS)}, or diloco.wire.register it"
+        )
     return _CODECS[name]
 
 
@@ -208,7 +210,9 @@ def register(name: str, new: Codec) -> None:
     for shape in ((), (3,), (2, BLOCK)):
         zeros = np.asarray(new.decode(new.encode(jnp.zeros(shape)), shape))
         if zeros.shape != shape or zeros.dtype != np.float32 or np.any(zeros != 0):
-            raise ValueError(f"codec {name!r} decodes zeros of shape {shape} to {zeros.dtype} {zeros.shape}; return float32 zeros")
+            raise ValueError(
+                f"codec {name!r} decodes zeros of shape {shape} to {zeros.dtype} {zeros.shape}; return float32 zeros"
+            )
     _CODECS[name] = new
 
 
@@ -220,4 +224,3 @@ def compression(name: str) -> float:
         7.76
     """
     return 32 / codec(name).bits_per_parameter
-

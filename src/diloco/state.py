@@ -1,0 +1,104 @@
+"""The state of a run, and where the parameters are in the user's own state."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class DiLoCoState(NamedTuple):
+    """Everything a run needs to go on: no message is in flight between two steps.
+
+    Attributes:
+        inner: The user's state of every island; each leaf has the island axis `[M, ...]` in front.
+        outer_params: Theta, float32, without the island axis.
+        outer_opt_state: State of the outer optimizer over Theta; its scalars are kept once a fragment, `[P]`.
+        step: t, completed inner steps, int32.
+        residual: What error feedback still owes, params-like `[M, ...]` float32; None without it.
+        skipped: int32 `[M]`, sends at which an island's pseudo-gradient was not finite.
+    """
+
+    inner: Any
+    outer_params: Any
+    outer_opt_state: Any
+    step: jax.Array
+    residual: Any
+    skipped: jax.Array
+
+
+class ParamsLens(NamedTuple):
+    """Where the trained parameters are in an inner state.
+
+    Attributes:
+        get: Inner state to its parameters, a pytree of floating-point arrays.
+        set: `(inner state, parameters)` to the inner state with them replaced.
+
+    Example:
+        >>> lens = ParamsLens(get=lambda s: s[0], set=lambda s, p: (p, *s[1:]))
+        >>> lens.set((1.0, "adam"), 2.0)
+        (2.0, 'adam')
+    """
+
+    get: Callable[[Any], Any]
+    set: Callable[[Any, Any], Any]
+
+
+def params_lens(inner_state: Any, params: ParamsLens | None) -> ParamsLens:
+    """Returns the lens that was given, else one for `.params` or `["params"]`.
+
+    Args:
+        inner_state: The user's state.
+        params: A lens, or None to look for the parameters.
+
+    Returns:
+        The lens.
+
+    Raises:
+        ValueError: If there is neither a lens nor parameters in the two usual places.
+
+    Example:
+        >>> params_lens({"params": 1.0, "count": 0}, None).set({"params": 1.0, "count": 0}, 2.0)
+        {'params': 2.0, 'count': 0}
+    """
+    if params is not None:
+        return params
+    if isinstance(inner_state, Mapping) and "params" in inner_state:
+        return ParamsLens(lambda s: s["params"], lambda s, p: type(s)({**s, "params": p}))
+    if hasattr(inner_state, "params"):
+        return ParamsLens(lambda s: s.params, _replace_params)
+    raise ValueError(
+        f"the inner state, a {type(inner_state).__name__}, has its parameters neither under .params nor under "
+        '["params"]; pass params=ParamsLens(get, set)'
+    )
+
+
+def _replace_params(state: Any, params: Any) -> Any:
+    if hasattr(state, "_replace"):
+        return state._replace(params=params)
+    if hasattr(state, "replace"):
+        return state.replace(params=params)
+    return dataclasses.replace(state, params=params)
+
+
+def as_outer(params: Any) -> Any:
+    """Copies parameters to float32, the precision of Theta whatever the inner one is.
+
+    Raises:
+        TypeError: If a leaf is not a real floating-point array.
+
+    Example:
+        >>> as_outer({"w": jnp.ones(2, jnp.bfloat16)})["w"].dtype
+        dtype('float32')
+    """
+
+    def convert(path, x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise TypeError(
+                f"parameter {name} is {x.dtype}, not floating point; leave it out of the parameters with ParamsLens(get, set)"
+            )
+        return jnp.array(x, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(convert, params)
