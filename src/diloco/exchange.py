@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import drjax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -53,7 +54,7 @@ def send(x: Exchange, state: DiLoCoState, number: jax.Array) -> DiLoCoState:
             return _send_group(
                 x,
                 group,
-                [jnp.asarray(ix)[position] for ix in group.indices],
+                fragments.look_up(group, position),
                 number,
                 own_leaves,
                 *moving,
@@ -87,8 +88,7 @@ def apply(x: Exchange, state: DiLoCoState, number: jax.Array) -> DiLoCoState:
     def branch(group: Group):
         def run(position, own):
             own = list(own)
-            for cut, ix in zip(group.cuts, group.indices, strict=True):
-                index = jnp.asarray(ix)[position]
+            for cut, index in zip(group.cuts, fragments.look_up(group, position), strict=True):
                 new = jnp.expand_dims(fragments.take(theta[cut.leaf], cut, index), 0)
                 old = fragments.take(own[cut.leaf], cut, index, lead=1)
                 if alpha:
@@ -106,21 +106,27 @@ def apply(x: Exchange, state: DiLoCoState, number: jax.Array) -> DiLoCoState:
 def _switch(x: Exchange, number: jax.Array, branch: Any, moving: Any) -> Any:
     """Runs the branch of the fragment's group on `moving`, or returns it as it is where number = P."""
     groups = x.partition.groups
-    branch_of = [0] * (x.config.num_fragments + 1)
-    position_of = [0] * (x.config.num_fragments + 1)
+    places = np.zeros((x.config.num_fragments + 1, 2), np.int32)  # (branch, position in its group)
     for g, group in enumerate(groups):
         for position, p in enumerate(group.members):
-            branch_of[p], position_of[p] = g + 1, position
+            places[p] = g + 1, position
+    branch_of, position = fragments.row(places, number)
     branches = [lambda _, moving: moving, *(branch(group) for group in groups)]
-    return jax.lax.switch(
-        jnp.asarray(branch_of, jnp.int32)[number],
-        branches,
-        jnp.asarray(position_of, jnp.int32)[number],
-        moving,
-    )
+    return jax.lax.switch(branch_of, branches, position, moving)
 
 
-def _send_group(x, group, indices, number, own_leaves, theta, opt_state, residual, skipped):
+def _send_group(
+    x: Exchange,
+    group: Group,
+    indices: list[jax.Array],
+    number: jax.Array,
+    own_leaves: list[jax.Array],
+    theta: Any,
+    opt_state: Any,
+    residual: Any,
+    skipped: jax.Array,
+) -> tuple[Any, Any, Any, jax.Array]:
+    """Sends one fragment of a group; returns Theta, its state, the residual and the count."""
     leaves = jax.tree.leaves(theta)
     delta = []
     for cut, index in zip(group.cuts, indices, strict=True):

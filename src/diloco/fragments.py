@@ -66,7 +66,8 @@ class Group(NamedTuple):
     Attributes:
         cuts: The cuts they share.
         members: Their numbers.
-        indices: For each cut, an int32 array `[members, count]`.
+        indices: For each cut an int32 table, `[members]` first indices if it is contiguous, else
+            `[members, count]`.
     """
 
     cuts: tuple[Cut, ...]
@@ -201,15 +202,12 @@ def partition(params: Any, config: DiLoCoConfig) -> Partition:
     by_cuts: dict[tuple[Cut, ...], list[Fragment]] = {}
     for f in fragments:
         by_cuts.setdefault(f.cuts, []).append(f)
-    groups = tuple(
-        Group(
-            cuts,
-            tuple(f.number for f in members),
-            tuple(np.array(ix, np.int32) for ix in zip(*(f.indices for f in members), strict=True)),
-        )
-        for cuts, members in by_cuts.items()
-    )
-    return Partition(tuple(fragments), groups)
+    groups = []
+    for cuts, members in by_cuts.items():
+        tables = [np.array([f.indices[k] for f in members], np.int32) for k in range(len(cuts))]
+        tables = [t[:, 0] if c.contiguous else t for c, t in zip(cuts, tables, strict=True)]
+        groups.append(Group(cuts, tuple(f.number for f in members), tuple(tables)))
+    return Partition(tuple(fragments), tuple(groups))
 
 
 def _cut(
@@ -247,27 +245,59 @@ def _cut_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
     return (*shape[: cut.axis], cut.outer * cut.count, *shape[cut.axis + 1 :])
 
 
+def look_up(group: Group, position: jax.Array) -> list[jax.Array]:
+    """Returns the indices of each cut for one member of a group; cuts with the same table share one lookup.
+
+    Args:
+        group: The group.
+        position: Which of its members, int32.
+
+    Returns:
+        For each cut its first index, int32, if it is contiguous, else all of them, int32 `[count]`.
+
+    Example:
+        >>> cut = Cut(0, 0, 1, 1, True)
+        >>> look_up(Group((cut,), (1, 2), (np.array([0, 5], np.int32),)), jnp.int32(1))[0].tolist()
+        5
+    """
+    found: dict[tuple[int, bytes], jax.Array] = {}
+    keys = [(table.ndim, table.tobytes()) for table in group.indices]
+    for key, table in zip(keys, group.indices, strict=True):
+        if key not in found:
+            found[key] = row(table, position)
+    return [found[key] for key in keys]
+
+
+def row(table: np.ndarray, i: jax.Array) -> jax.Array:
+    """Returns `table[i]` for a constant table and an index that is never negative, in one operation."""
+    return jax.lax.dynamic_index_in_dim(
+        jnp.asarray(table, jnp.int32), i, keepdims=False, allow_negative_indices=False
+    )
+
+
 def take(x: jax.Array, cut: Cut, indices: jax.Array, *, lead: int = 0) -> jax.Array:
     """Reads a cut.
 
     Args:
         x: The leaf, with `lead` extra axes in front.
         cut: The static half.
-        indices: int32 `[count]`, the data half.
+        indices: The data half, from `look_up`.
         lead: 1 for a leaf with the island axis, else 0.
 
     Returns:
         The part, the cut axis having length `outer * count`.
 
     Example:
-        >>> take(jnp.arange(6), Cut(0, 0, 3, 1, True), jnp.array([1])).tolist()  # every second, from 1
+        >>> take(jnp.arange(6), Cut(0, 0, 3, 1, True), jnp.int32(1)).tolist()  # every second, from 1
         [1, 3, 5]
     """
     if cut.axis is None:
         return x
     view, axis = _view(x, cut, lead)
     if cut.contiguous:
-        part = jax.lax.dynamic_slice_in_dim(view, indices[0], cut.count, axis)
+        part = jax.lax.dynamic_slice_in_dim(
+            view, indices, cut.count, axis, allow_negative_indices=False
+        )
     else:
         part = jnp.take(
             view, indices, axis, unique_indices=True, indices_are_sorted=True, mode="clip"
@@ -281,7 +311,7 @@ def put(x: jax.Array, cut: Cut, indices: jax.Array, part: jax.Array, *, lead: in
     Args:
         x: The leaf, with `lead` extra axes in front.
         cut: The static half.
-        indices: int32 `[count]`.
+        indices: The data half, from `look_up`.
         part: What `take` returns for the same cut.
         lead: 1 for a leaf with the island axis, else 0.
 
@@ -289,7 +319,7 @@ def put(x: jax.Array, cut: Cut, indices: jax.Array, part: jax.Array, *, lead: in
         The new leaf.
 
     Example:
-        >>> put(jnp.zeros(4), Cut(0, 0, 1, 2, True), jnp.array([1, 2]), jnp.ones(2)).tolist()
+        >>> put(jnp.zeros(4), Cut(0, 0, 1, 2, True), jnp.int32(1), jnp.ones(2)).tolist()
         [0.0, 1.0, 1.0, 0.0]
     """
     if cut.axis is None:
@@ -297,7 +327,9 @@ def put(x: jax.Array, cut: Cut, indices: jax.Array, part: jax.Array, *, lead: in
     view, axis = _view(x, cut, lead)
     part = part.reshape(*view.shape[:axis], cut.count, *view.shape[axis + 1 :])
     if cut.contiguous:
-        view = jax.lax.dynamic_update_slice_in_dim(view, part, indices[0], axis)
+        view = jax.lax.dynamic_update_slice_in_dim(
+            view, part, indices, axis, allow_negative_indices=False
+        )
     else:
         where = (slice(None),) * axis + (indices,)
         view = view.at[where].set(
@@ -307,11 +339,13 @@ def put(x: jax.Array, cut: Cut, indices: jax.Array, part: jax.Array, *, lead: in
 
 
 def _view(x: jax.Array, cut: Cut, lead: int) -> tuple[jax.Array, int]:
+    """The leaf with its cut axis viewed as `[outer, n / outer]`, and the axis along which indices are taken."""
     assert cut.axis is not None
     axis = cut.axis + lead
-    return x.reshape(
-        *x.shape[:axis], cut.outer, x.shape[axis] // cut.outer, *x.shape[axis + 1 :]
-    ), axis + 1
+    if cut.outer == 1:
+        return x, axis
+    shape = (*x.shape[:axis], cut.outer, x.shape[axis] // cut.outer, *x.shape[axis + 1 :])
+    return x.reshape(shape), axis + 1
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

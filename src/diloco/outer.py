@@ -137,7 +137,9 @@ def step_fragment(
 
     def cut(x: jax.Array, label: int) -> jax.Array | None:
         if label < 0:
-            return jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+            return jax.lax.dynamic_index_in_dim(
+                x, number, keepdims=False, allow_negative_indices=False
+            )
         return (
             fragments.take(x, cuts[place[label]], indices[place[label]]) if label in place else None
         )

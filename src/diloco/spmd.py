@@ -6,6 +6,7 @@ from typing import Any
 import drjax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
@@ -136,7 +137,7 @@ def build_train_step(
         :cite:t:`douillard2025streaming` (Algorithm 2); :cite:t:`rush2024drjax` for `map_fn` and `reduce_mean`.
     """
     check_mesh(config, mesh)
-    table = schedule(config).send_table()
+    table = np.array(schedule(config).send_table(), np.int32)
 
     @drjax.program(placements={AXIS: config.num_islands})
     def train_step(state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
@@ -152,10 +153,11 @@ def build_train_step(
         _check_same(state.inner, inner)
         t = state.step + 1
         state = state._replace(inner=inner, step=t)
-        due = jnp.asarray(table, jnp.int32)
-        state = exchange.send(x, state, due[t % config.sync_period])
+        state = exchange.send(x, state, fragments.row(table, t % config.sync_period))
         sent = t - config.overlap_steps  # signed: before the first send it is at most 0
-        landed = jnp.where(sent > 0, due[sent % config.sync_period], config.num_fragments)
+        landed = jnp.where(
+            sent > 0, fragments.row(table, sent % config.sync_period), config.num_fragments
+        )
         return exchange.apply(x, state, landed), metrics
 
     return train_step
