@@ -5,6 +5,7 @@ axes of a tensor, so a tensor that is sharded along an earlier axis is encoded w
 is no multiple of 256 is padded, once, at its end.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,8 +43,13 @@ class Codec(NamedTuple):
             >>> codec("float4_e3m0").payload_bytes((4, 256))
             528
         """
-        payload = jax.eval_shape(self.encode, jax.ShapeDtypeStruct(shape, jnp.float32))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload))
+        return _payload_bytes(self.encode, tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)  # a model has many parts of few shapes
+def _payload_bytes(encode: Callable[[jax.Array], Any], shape: tuple[int, ...]) -> int:
+    payload = jax.eval_shape(encode, jax.ShapeDtypeStruct(shape, jnp.float32))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload))
 
 
 def blocks(x: jax.Array) -> jax.Array:
