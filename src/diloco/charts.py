@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 WIDTH, HEIGHT = 420, 280  # user units; a chart is drawn at about this size in pixels
-LEFT, RIGHT, TOP, BOTTOM = 52, 10, 10, 40
+LEFT, RIGHT, TOP, BOTTOM = 52, 18, 10, 40
 
 STYLE = """
 .chart{width:100%;height:auto;font:12px system-ui,sans-serif;fill:currentColor}

@@ -219,12 +219,12 @@ def _results(runs: Sequence[Run]) -> str:
         seconds = run.summary.get("seconds", math.nan)
         rows.append([
             run.name,
-            f"{last['outer_loss']:.4f}",
+            f"{last['outer_loss']:.4f}" if math.isfinite(last["outer_loss"]) else "–",
             f"{run.train[-1]['step']} of {steps}",
             charts.short(float(sum(run.train[-1]["tokens"]))),
             charts.short(sum(sent) / steps),
             charts.short(float(max(sent))),
-            f"{seconds:.0f}",
+            f"{seconds:.0f}" if math.isfinite(seconds) else "–",
         ])  # fmt: skip
     head = ["run", "validation loss of Θ, nats a token", "steps", "tokens",
             "bytes a step, mean", "largest send, bytes", "wall time, s"]  # fmt: skip
@@ -283,6 +283,6 @@ h1{font-size:1.6rem}h2{font-size:1.1rem;margin:1.2rem 0 .4rem}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr));gap:1.5rem}
 figure{margin:0;max-width:34rem}figcaption{font-size:.85rem}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{padding:.25rem .7rem;border-bottom:1px solid var(--rule);text-align:right}
-th:first-child{text-align:left}thead th{vertical-align:bottom}
+th,td{padding:.25rem .7rem;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
+th:first-child{text-align:left}thead th{vertical-align:bottom;white-space:normal}
 """

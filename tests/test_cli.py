@@ -1,0 +1,97 @@
+"""The command line: help at once, and every mistake is one line with the remedy and exit status 2."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from diloco import cli, conf
+
+
+def run(*words):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(words))
+    return stop.value.code
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in cli.COMMANDS)])
+def test_help_has_an_example(command, capsys):
+    assert run(*command, "--help") == 0
+    out = capsys.readouterr().out
+    assert f"Example: diloco {' '.join(command)}".strip() in out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["nothing"]])
+def test_help_comes_without_jax(words):
+    code = (
+        "import sys, diloco.cli\n"
+        f"try: diloco.cli.main({words})\n"
+        "except SystemExit: pass\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    begin = time.process_time()
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "no command 'trian'; did you mean train?"),
+        (["train"], "RECIPE"),
+        (["train", "laptop-diloc"], "no recipes entry 'laptop-diloc'; did you mean laptop-d"),
+        (["train", "no/such.toml"], "no recipes entry 'no/such.toml'; give the path of an existing"),
+        (["train", "laptop-diloco", "--st", "a=1"], "Unrecognized options: --st"),
+        (["train", "laptop-diloco", "--set", "train.steps"], "is not section.key=value"),
+        (["train", "laptop-diloco", "--set", "train.stps=1"], "did you mean steps?"),
+        (["train", "laptop-diloco", "--set", "diloco.sync_period=0"], "sync_period 0 is below 1"),
+        (["train", "laptop-diloco", "--set", "train.steps=x"], "use a whole number"),
+        (["train", "laptop-diloco", "--data", "no/such/text"], "no/such/text"),
+        (["report"], "no run; name at least one run directory"),
+        (["report", "no/such/run"], "no/such/run is not a run directory"),
+        (["recipe", "laptop-diloco", "--target", "nowhere"], "invalid choice 'nowhere'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("diloco: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_at_all_shows_the_commands_and_fails(capsys):
+    assert run() == 2
+    assert "train" in capsys.readouterr().out
+
+
+def test_recipes_are_listed_with_their_summary(capsys):
+    cli.main(["recipes"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == conf.names("recipes")
+    assert all(line.endswith(".") for line in lines)
+
+
+def test_set_is_given_once_or_more(capsys):
+    words = ["laptop-diloco", "--set", "a.b=1", "c.d=2", "--set", "e.f=3", "--data", "my text"]
+    bound = cli._parse("train", words)
+    assert cli._flat(bound.keywords["set"]) == ["a.b=1", "c.d=2", "e.f=3"]
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch):
+    def broken(runs, out):
+        return int("not a number of ours")
+
+    monkeypatch.setattr("diloco.report.write_report", broken)
+    with pytest.raises(ValueError, match="invalid literal"):
+        cli.main(["report", "x"])
+
+
+def test_python_m_diloco_is_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "diloco", "trian"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "diloco: error: no command 'trian'; did you mean train?\n"
