@@ -74,7 +74,9 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_rtype = False
 autosummary_generate = False
+viewcode_follow_imported_members = False
 add_module_names = False
 
 bibtex_bibfiles = ["refs.bib"]
@@ -87,6 +89,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 html_theme = "sphinx_book_theme"
 html_title = "diloco"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["diloco.css"]
 html_copy_source = False
 html_context = {"default_mode": "auto"}

@@ -35,6 +35,7 @@ MODULE_PAGE = """\
 
 .. automodule:: {module}
    :members:
+   :ignore-module-all:
 """
 
 

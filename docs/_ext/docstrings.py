@@ -24,6 +24,22 @@ def single_backticks(app, what, name, obj, options, lines):
     lines[:] = SPANS.sub(_double, "\n".join(lines)).split("\n")
 
 
+def keep_values(app):
+    """Keeps napoleon from taking the summary of a property, up to its colon, for a type."""
+    values, before = ("property", "attribute", "data"), {}
+
+    def save(app, what, name, obj, options, lines):
+        if what in values:
+            before[name] = list(lines)
+
+    def restore(app, what, name, obj, options, lines):
+        if what in values:
+            lines[:] = before.pop(name)
+
+    app.connect("autodoc-process-docstring", save, priority=200)
+    app.connect("autodoc-process-docstring", restore, priority=900)
+
+
 def skip_namedtuple_aliases(app, what, name, obj, skip, options):
     """Leaves out the fields of a NamedTuple that have no docstring of their own."""
     return True if (getattr(obj, "__doc__", None) or "").startswith(FIELD_ALIAS) else None
@@ -38,6 +54,7 @@ def plain_annotations(app, obj, bound_method):
 def setup(app):
     """Connects the hooks; the first runs before napoleon cuts the docstring into sections."""
     app.connect("autodoc-process-docstring", single_backticks, priority=100)
+    keep_values(app)
     app.connect("autodoc-before-process-signature", plain_annotations)
     app.connect("autodoc-skip-member", skip_namedtuple_aliases)
     return {"parallel_read_safe": True}

@@ -126,6 +126,8 @@ def show(fig: Figure, *, alt: str) -> Svg:
     """
     if not alt.strip():
         raise ValueError("alt is empty; say in a sentence what the figure shows")
+    for legend in filter(None, (ax.get_legend() for ax in fig.axes)):
+        legend.set_frame_on(False)
     buffer = io.StringIO()
     with matplotlib.rc_context(STYLE):
         fig.savefig(buffer, format="svg", metadata={"Date": None})
@@ -143,7 +145,7 @@ def show(fig: Figure, *, alt: str) -> Svg:
         r"font: ([\d.]+)px [^;\"]*", r"font: \1px var(--pst-font-family-base, sans-serif)", text
     )
     view_box = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', text)
-    style = f"max-width: {float(view_box.group(1)) / 72 * 6:.1f}rem; height: auto"
+    style = f"max-width: {float(view_box.group(1)) / 72 * 6:.1f}rem; height: auto; fill: {_themed(TEXT)}"
     head = (
         f'<svg role="img" aria-label="{html.escape(alt)}" {view_box.group()} width="100%" '
         f'style="{style}" stroke-linejoin="round" xmlns="http://www.w3.org/2000/svg" '
