@@ -1,8 +1,8 @@
 """What an island sends: codecs from a float32 tensor to a small payload and back.
 
-A block is 256 neighbouring numbers with one float32 scale, the largest magnitude in it. Blocks lie along the trailing
-axes of a tensor, so a tensor that is sharded along an earlier axis is encoded where it lies. Only a tensor whose size
-is no multiple of 256 is padded, once, at its end.
+A block is 256 neighbouring numbers that share one float32 step; a code counts steps. Blocks lie along the trailing axes
+of a tensor, so a tensor that is sharded along an earlier axis is encoded where it lies. Only a tensor whose size is no
+multiple of 256 is padded, once, at its end.
 """
 
 import functools
@@ -15,9 +15,7 @@ import numpy as np
 
 
 BLOCK = 256
-"""Numbers that share one scale."""
-
-_E3M0_THRESHOLDS = tuple(0.5 * 2.0**-6 if k == 1 else 0.75 * 2.0 ** (k - 7) for k in range(1, 8))
+"""Numbers that share one step."""
 
 
 class Codec(NamedTuple):
@@ -102,14 +100,20 @@ def _layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     return (), size
 
 
-def _scale(x_blocks: jax.Array) -> jax.Array:
-    """Largest magnitude of each block, `[..., 1]`; 0 where it is too small to divide by."""
+def _step(x_blocks: jax.Array, largest_code: int) -> jax.Array:
+    """The step of each block, `[..., 1]`: its largest magnitude (at most 2^127) over the largest code.
+
+    16 bits of mantissa are kept, so that code times step is exact and a decoded block has the same step again.
+    0 stands for a step too small to divide by.
+    """
     amax = jnp.max(jnp.abs(x_blocks), axis=-1, keepdims=True)
-    return jnp.where(amax < jnp.finfo(jnp.float32).tiny, jnp.float32(0), amax)
+    amax = jnp.where(jnp.isfinite(amax), jnp.minimum(amax, jnp.float32(2.0**127)), amax)
+    step = jax.lax.reduce_precision(amax / largest_code, exponent_bits=8, mantissa_bits=16)
+    return jnp.where(step < jnp.finfo(jnp.float32).tiny, jnp.float32(0), step)
 
 
-def _ratio(x_blocks: jax.Array, scale: jax.Array) -> jax.Array:
-    return x_blocks / jnp.where(scale == 0, jnp.float32(1), scale)
+def _in_steps(x_blocks: jax.Array, step: jax.Array) -> jax.Array:
+    return x_blocks / jnp.where(step == 0, jnp.float32(1), step)
 
 
 def _encode_bfloat16(x: jax.Array) -> jax.Array:
@@ -126,33 +130,36 @@ def _decode_bfloat16(payload: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def _encode_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     x = blocks(x)
-    scale = _scale(x)
-    return jnp.round(_ratio(x, scale) * 127).astype(jnp.int8), scale[..., 0]
+    step = _step(x, 127)
+    code = jnp.clip(jnp.round(_in_steps(x, step)), -127, 127)
+    return code.astype(jnp.int8), step[..., 0]
 
 
 def _decode_int8(payload: tuple[jax.Array, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    code, scale = payload
-    return unblocks(code.astype(jnp.float32) / 127 * scale[..., None], shape)
+    code, step = payload
+    return unblocks(code.astype(jnp.float32) * step[..., None], shape)
 
 
 def _encode_e3m0(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     x = blocks(x)
-    scale = _scale(x)
-    ratio = jnp.abs(_ratio(x, scale))
-    exponent = sum((ratio >= t).astype(jnp.uint8) for t in _E3M0_THRESHOLDS)
-    code = exponent | jnp.where((x < 0) & (exponent > 0), jnp.uint8(8), jnp.uint8(0))
-    low, high = code[..., : BLOCK // 2], code[..., BLOCK // 2 :]
-    return low | (high << 4), scale[..., 0]
+    step = _step(x, 64)
+    bits = jax.lax.bitcast_convert_type(_in_steps(x, step), jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    # Half a unit added to the exponent rounds to the nearest power of two; below 0.75 zero is a neighbour too.
+    exponent = ((magnitude + (1 << 22)) >> 23) - 126
+    at_least_half = (magnitude >= 126 << 23).astype(jnp.int32)
+    code = (jnp.clip(exponent, at_least_half, 7) | (bits >> 28 & 8)).astype(jnp.uint8)
+    return code[..., : BLOCK // 2] | code[..., BLOCK // 2 :] << 4, step[..., 0]
 
 
 def _decode_e3m0(payload: tuple[jax.Array, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    byte, scale = payload
+    byte, step = payload
     code = jnp.concatenate([byte & 15, byte >> 4], axis=-1).astype(jnp.int32)
     exponent = code & 7
-    # 2^(exponent - 7) from its float32 bits: exact on every backend.
-    power = jax.lax.bitcast_convert_type((exponent + 120) << 23, jnp.float32)
+    # 2^(exponent - 1) from its float32 bits: exact on every backend.
+    power = jax.lax.bitcast_convert_type((exponent + 126) << 23, jnp.float32)
     magnitude = jnp.where(exponent == 0, jnp.float32(0), power)
-    return unblocks(jnp.where(code >= 8, -magnitude, magnitude) * scale[..., None], shape)
+    return unblocks(jnp.where(code >= 8, -magnitude, magnitude) * step[..., None], shape)
 
 
 _CODECS = {
@@ -167,9 +174,11 @@ def codec(name: str) -> Codec:
     """Returns a wire format by its name.
 
     `float32` sends the numbers as they are. `bfloat16` rounds to 8 bits of mantissa. `int8` is symmetric,
-    :eq:`eq-int8`. `float4_e3m0` has a sign and three exponent bits, :eq:`eq-e3m0`: a block with largest magnitude s holds
-    0 and s 2^-6, s 2^-5, ..., s, and each number goes to the nearest of these (a tie goes away from zero).
-    A block with a NaN or an infinity decodes to numbers that are not finite.
+    :eq:`eq-int8`: a block with largest magnitude s holds the multiples of s / 127. `float4_e3m0` has a sign and three
+    exponent bits, :eq:`eq-e3m0`: a block holds 0 and s 2^-6, s 2^-5, ..., s. Each number goes to the nearest of these.
+    Numbers beyond the range of a format (bfloat16's own; 2^127 with a block) go to its end, blocks below 2^-119 to zero.
+    A block with a NaN or an infinity decodes to numbers that are not finite. Decoding is exact, so that every machine
+    gets the same bits, and what was decoded encodes to itself.
 
     Args:
         name: `"float32"`, `"bfloat16"`, `"int8"`, `"float4_e3m0"`, or a name given to `register`.
@@ -186,7 +195,8 @@ def codec(name: str) -> Codec:
         [1.0, -0.5, 0.0, 0.0]
 
     References:
-        :cite:t:`douillard2025streaming` (Section 2.4) sends E3M0 and gives neither scale nor rounding; both are ours.
+        :cite:t:`douillard2025streaming` (Section 2.4) sends E3M0 numbers, a type of
+        :cite:t:`agrawal2024exmy`, and gives neither scale nor rounding; both are ours.
     """
     if name not in _CODECS:
         raise ValueError(
