@@ -146,19 +146,20 @@ def _send_group(
         ]
         delta = [d + e for d, e in zip(delta, old, strict=True)]
     payload = drjax.map_fn(lambda *d: [codec.encode(part) for part in d], tuple(delta), mesh=x.mesh)
+    mean = _mean(x, codec, payload, shapes, valid)
+    ok = _all_finite(mean)
     if residual is not None:
+        sent = valid & ok
         decoded = drjax.map_fn(
             lambda p: [codec.decode(q, s) for q, s in zip(p, shapes, strict=True)],
             (payload,),
             mesh=x.mesh,
         )
         for cut, index, d, got, e in zip(group.cuts, indices, delta, decoded, old, strict=True):
-            # An island that is not finite keeps what it owed, so that it can come back.
-            new = jnp.where(_like(valid, d), d - got, e)
+            # Where nothing of an island went into Theta it owes what it owed before.
+            new = jnp.where(_like(sent, d), d - got, e)
             owed[cut.leaf] = fragments.put(owed[cut.leaf], cut, index, new, lead=1)
         residual = jax.tree.unflatten(treedef, owed)
-    mean = _mean(x, codec, payload, shapes, valid)
-    ok = _all_finite(mean)
     theta, opt_state = outer.step_fragment(
         x.optimizer, x.labels, theta, opt_state, group.cuts, indices, number, mean, ok
     )
