@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -25,14 +24,14 @@ def test_help_has_an_example(command, capsys):
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["nothing"]])
 def test_help_comes_without_jax(words):
     code = (
-        "import sys, diloco.cli\n"
+        "import sys, time, diloco.cli\n"
         f"try: diloco.cli.main({words})\n"
         "except SystemExit: pass\n"
-        "sys.exit('jax' in sys.modules)"
+        "assert 'jax' not in sys.modules\n"
+        "assert time.process_time() < 1"
     )
-    begin = time.process_time()
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-    assert time.process_time() - begin < 1
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,10 @@ def test_help_comes_without_jax(words):
         (["trian"], "no command 'trian'; did you mean train?"),
         (["train"], "RECIPE"),
         (["train", "laptop-diloc"], "no recipes entry 'laptop-diloc'; did you mean laptop-d"),
-        (["train", "no/such.toml"], "no recipes entry 'no/such.toml'; give the path of an existing"),
+        (
+            ["train", "no/such.toml"],
+            "no recipes entry 'no/such.toml'; give the path of an existing",
+        ),
         (["train", "laptop-diloco", "--st", "a=1"], "Unrecognized options: --st"),
         (["train", "laptop-diloco", "--set", "train.steps"], "is not section.key=value"),
         (["train", "laptop-diloco", "--set", "train.stps=1"], "did you mean steps?"),

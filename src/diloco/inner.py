@@ -122,7 +122,7 @@ def build_step(recipe: Recipe, mesh: Mesh | None = None):
         updates, opt_state = tx.update(gradient, state["opt_state"], params)
         metrics = {
             "loss": parts["cross_entropy"],
-            "gradient_norm": optax.global_norm(gradient),
+            "gradient_norm": optax.tree.norm(gradient),
             "tokens": jnp.int32(tokens_BxS1[:, 1:].size),
         }
         return {"params": optax.apply_updates(params, updates), "opt_state": opt_state}, metrics

@@ -142,7 +142,7 @@ def train(
     if (run_dir / "metrics.jsonl").exists():
         raise ValueError(f"{run_dir} already holds a run; give another --run-dir or remove it")
     corpus = data.load_corpus(recipe.data.corpus)
-    batches, tokens = _batches(recipe, corpus), _held_out(recipe, corpus)
+    batches, tokens = open_batches(recipe, corpus), _held_out(recipe, corpus)
     program, state = build(recipe, mesh), start(recipe, mesh)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
@@ -165,7 +165,8 @@ def train(
     return Result(run_dir, state, summary)
 
 
-def _batches(recipe: Recipe, corpus: data.Corpus) -> data.IslandBatches:
+def open_batches(recipe: Recipe, corpus: data.Corpus) -> data.IslandBatches:
+    """Returns the batches of a run from its first step on, `[M, B / M, S + 1]` each."""
     return data.island_iterators(
         corpus,
         num_islands=recipe.diloco.num_islands,
