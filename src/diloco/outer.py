@@ -154,8 +154,8 @@ def step_fragment(
         new_parts = jax.tree.leaves(optax.apply_updates(tree(parts), updates))
     for c, ix, old, new in zip(cuts, indices, parts, new_parts, strict=True):
         leaves[c.leaf] = fragments.put(leaves[c.leaf], c, ix, jnp.where(ok, new, old))
-    news = jax.tree.leaves(new_state, is_leaf=lambda x: x is None)
-    olds = jax.tree.leaves(own_state, is_leaf=lambda x: x is None)
+    news = state_treedef.flatten_up_to(new_state)
+    olds = state_treedef.flatten_up_to(own_state)
     for k, (label, old, new) in enumerate(zip(labels, olds, news, strict=True)):
         if label < 0:
             state_leaves[k] = jax.lax.dynamic_update_index_in_dim(
