@@ -1,0 +1,93 @@
+"""Hands Theta to other software: as one safetensors file, or as a plain Orbax checkpoint of a tree."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+
+def to_safetensors(params: Any, path: Path | str) -> Path:
+    """Writes parameters as one safetensors file, which is there whole or not at all.
+
+    Args:
+        params: Such as `state.outer_params`, after `diloco.flush`; pytree of arrays.
+        path: The file.
+
+    Returns:
+        `path`.
+
+    Raises:
+        OSError: If it cannot be written.
+
+    Example:
+        >>> import tempfile, safetensors.numpy
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = to_safetensors({"layers": {"wq": np.ones(2, np.float32)}}, f"{folder}/theta.safetensors")
+        ...     safetensors.numpy.load_file(path)
+        {'layers.wq': array([1., 1.], dtype=float32)}
+    """
+    path = Path(path)
+    scratch = path.with_name(f"{path.name}.tmp")
+    save_file(flat_params(params), scratch)
+    os.replace(scratch, path)
+    return path
+
+
+def to_orbax(params: Any, path: Path | str) -> Path:
+    """Writes parameters as a plain Orbax checkpoint: nested dicts of arrays, which Orbax restores with nothing of ours.
+
+    Args:
+        params: Such as `state.outer_params`, after `diloco.flush`; pytree of arrays, lists and other nodes become dicts.
+        path: The directory; it must not exist yet.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: If the directory exists.
+        OSError: If it cannot be written.
+
+    Example:
+        >>> import tempfile, orbax.checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = to_orbax({"layers": {"wq": np.ones(2, np.float32)}}, f"{folder}/theta")
+        ...     orbax.checkpoint.StandardCheckpointer().restore(path)["layers"]["wq"].tolist()
+        [1.0, 1.0]
+    """
+    import orbax.checkpoint as ocp  # here, since Orbax takes a second to import
+
+    path = Path(path).absolute()
+    if path.exists():
+        raise ValueError(f"{path} exists already; give another path or remove it")
+    tree: dict[str, Any] = {}
+    for path_to, leaf in jax.tree_util.tree_leaves_with_path(params):
+        *folders, last = (jax.tree_util.keystr((key,), simple=True) for key in path_to)
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[last] = np.asarray(leaf)
+    try:
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(path, tree)
+    except Exception:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    return path
+
+
+def flat_params(params: Any) -> dict[str, np.ndarray]:
+    """Returns a parameter tree as one dict of arrays, its keys joined by dots.
+
+    Example:
+        >>> list(flat_params({"layers": {"wq": np.ones(2)}}))
+        ['layers.wq']
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf, order="C")
+        for path, leaf in leaves
+    }

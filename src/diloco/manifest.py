@@ -1,0 +1,260 @@
+"""What a checkpoint says about itself: the algorithm, every leaf, every file with its SHA-256.
+
+The manifest is written last and in one piece, so a directory is a checkpoint if and only if it has an intact one.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import jax
+from etils import epath
+
+from diloco.config import DiLoCoConfig
+from diloco.fragments import partition
+from diloco.state import DiLoCoState
+
+
+NAME = "manifest.json"
+_FORMAT = 1
+
+
+def describe(
+    config: DiLoCoConfig,
+    state: DiLoCoState,
+    step: int,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    extras: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Describes a state: the manifest without its files.
+
+    Args:
+        config: The algorithm.
+        state: The state, concrete or abstract.
+        step: t, completed inner steps.
+        settings: What else must be the same when the run goes on, fit for JSON: the model, the data, the optimizer.
+        extras: What belongs to the state but is no array, fit for JSON: the positions of the data iterators.
+
+    Returns:
+        A dict fit for JSON.
+
+    Raises:
+        TypeError: If the settings or extras are not fit for JSON.
+    """
+    return {
+        "format": _FORMAT,
+        "step": step,
+        "algorithm": _plain(dataclasses.asdict(config), "config"),
+        "fragments": fragments_digest(config, state.outer_params),
+        "settings": _plain(settings or {}, "settings"),
+        "extras": _plain(extras or {}, "extras"),
+        "leaves": {name: kind(leaf) for name, leaf in named_leaves(state).items()},
+        "versions": {"python": platform.python_version()}
+        | {name: metadata.version(name) for name in ("diloco", "jax", "orbax-checkpoint")},
+    }
+
+
+def fragments_digest(config: DiLoCoConfig, outer_params: Any) -> str:
+    """Digests which parameter lies in which fragment, as the code that runs computes it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> theta = {"layers": jnp.ones((4, 2)), "head": jnp.ones(2)}
+        >>> one, other = (DiLoCoConfig(num_islands=2, sync_period=8, num_fragments=3, fragment_pattern=p)
+        ...               for p in ("strided", "sequential"))
+        >>> fragments_digest(one, theta) == fragments_digest(other, theta)
+        False
+    """
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outer_params)
+    cut = partition(abstract, config)
+    return _digest([[f.leaves, f.cuts, f.indices] for f in cut.fragments])
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Names every leaf by its path, such as `inner/params/layers/wq`.
+
+    Example:
+        >>> list(named_leaves({"a": {"b": 1.0}, "c": [2.0, 3.0]}))
+        ['a/b', 'c/0', 'c/1']
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
+
+
+def check_leaves(
+    found: Mapping[str, list[Any]], wanted: Mapping[str, Any], where: str, *, cast: bool = False
+) -> None:
+    """Checks that a checkpoint holds exactly the leaves that are wanted.
+
+    Args:
+        found: Name to `[dtype, shape]`, as in a manifest.
+        wanted: Name to an array or `jax.ShapeDtypeStruct`.
+        where: The checkpoint, for the message.
+        cast: Whether one floating-point type may stand for another.
+
+    Raises:
+        ValueError: If a leaf is missing, extra, or has another shape or type; the message names it.
+
+    Example:
+        >>> check_leaves({"w": ["float32", [2]]}, {"w": jax.ShapeDtypeStruct((3,), "float32")}, "step 4")
+        Traceback (most recent call last):
+        ValueError: step 4 has w as float32[2], but the run wants float32[3]; build the same model as the one that was saved
+    """
+    for title, names in (
+        ("lacks", [n for n in wanted if n not in found]),
+        ("has, beyond what the run wants,", [n for n in found if n not in wanted]),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(
+                f"{where} {title} {', '.join(names[:3])}{more}; build the same model and optimizer as the ones that were saved"
+            )
+    for name, leaf in wanted.items():
+        dtype, shape = found[name]
+        want = kind(leaf)
+        floats = cast and "float" in dtype and "float" in want[0]
+        if list(shape) != want[1] or (dtype != want[0] and not floats):
+            raise ValueError(
+                f"{where} has {name} as {dtype}{list(shape)}, but the run wants {want[0]}{want[1]}; "
+                "build the same model as the one that was saved"
+            )
+
+
+def differences(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Lists what differs between a checkpoint and the run that wants to go on from it.
+
+    Args:
+        manifest: Of the checkpoint.
+        now: What `describe` returns for the run.
+
+    Returns:
+        One line a difference; none if the run goes on as it was.
+
+    Example:
+        >>> differences({"algorithm": {"sync_period": 30}}, {"algorithm": {"sync_period": 20}})
+        ['diloco.sync_period was 30 and is 20']
+    """
+    old, new = (
+        _flat({"diloco": m.get("algorithm", {})} | m.get("settings", {})) for m in (manifest, now)
+    )
+    lines = [
+        f"{key} was {_shown(old, key)} and is {_shown(new, key)}"
+        for key in {**old, **new}
+        if old.get(key, NAME) != new.get(key, NAME)
+    ]
+    if not lines and manifest.get("fragments") != now.get("fragments"):
+        lines = ["the parameters are cut into other fragments than by the version that saved them"]
+    return lines
+
+
+def write(folder: epath.Path, manifest: dict[str, Any]) -> None:
+    """Writes a manifest in one piece: it is there whole or not at all."""
+    text = json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1)
+    if "://" in str(folder):  # an object store shows an object once it is whole
+        (folder / NAME).write_text(text)
+        return
+    scratch = folder / f"{NAME}.tmp"
+    with open(scratch, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, folder / NAME)
+    where = os.open(folder, os.O_RDONLY)
+    os.fsync(where)
+    os.close(where)
+
+
+def read(folder: epath.Path) -> dict[str, Any]:
+    """Reads a manifest.
+
+    Raises:
+        ValueError: If it is missing, damaged or of another program.
+    """
+    path = folder / NAME
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        whole = manifest.pop("sha256") == _digest(manifest)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is no checkpoint: it has no {NAME}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path} is damaged: its content does not have its checksum")
+    if manifest["format"] != _FORMAT:
+        raise ValueError(
+            f"{path} has format {manifest['format']}, but this version reads {_FORMAT}; use the version that wrote it"
+        )
+    return manifest
+
+
+def hash_files(folder: epath.Path) -> dict[str, list[Any]]:
+    """Returns `[bytes, SHA-256]` of every file below a folder, by its path relative to it."""
+    files = {}
+    for path in _files(folder):
+        content = path.read_bytes()
+        name = str(path)[len(str(folder)) + 1 :]
+        files[name] = [len(content), hashlib.sha256(content).hexdigest()]
+    return files
+
+
+def damage(folder: epath.Path, manifest: Mapping[str, Any]) -> str:
+    """Says what is wrong with a checkpoint's files; empty if all are there, bit for bit."""
+    data = folder / manifest["data"]
+    if not data.exists():
+        return f"{data} is missing"
+    there, wanted = hash_files(data), manifest["files"]
+    for name in sorted({*there, *wanted}):
+        if name not in there:
+            return f"{data / name} is missing"
+        if name not in wanted:
+            return f"{data / name} does not belong to it"
+        if there[name][0] != wanted[name][0]:
+            return f"{data / name} has {there[name][0]} bytes instead of {wanted[name][0]}"
+        if there[name][1] != wanted[name][1]:
+            return f"{data / name} does not have its checksum"
+    return ""
+
+
+def _files(folder: epath.Path) -> list[epath.Path]:
+    found = []
+    for path in sorted(folder.iterdir()):
+        found += _files(path) if path.is_dir() else [path]
+    return found
+
+
+def kind(leaf: Any) -> list[Any]:
+    """Returns `[dtype, shape]` of a leaf, as a manifest has it."""
+    return [str(leaf.dtype), list(leaf.shape)]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: Any, name: str) -> Any:
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} cannot be written as JSON ({error}); use dicts, lists, strings and finite numbers"
+        ) from None
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _shown(flat: Mapping[str, Any], key: str) -> str:
+    return json.dumps(flat[key]) if key in flat else "not there"

@@ -1,0 +1,443 @@
+"""Checkpoints: exact, checked, atomic, and clear when something is wrong."""
+
+import dataclasses
+import json
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import diloco
+from diloco import manifest, restoring
+from diloco.checkpoint import Checkpoints
+
+
+CONFIG = diloco.DiLoCoConfig(
+    num_islands=2,
+    sync_period=6,
+    num_fragments=3,
+    overlap_steps=2,
+    mixing=0.5,
+    wire_format="float4_e3m0",
+    error_feedback=True,
+)
+ADAM = optax.adam(1e-2)
+
+
+def initial():
+    params = {
+        "layers": {"w": jax.random.normal(jax.random.key(0), (4, 8, 6))},
+        "head": jax.random.normal(jax.random.key(1), (6,)).astype(jnp.bfloat16),
+    }
+    return {"params": params, "opt_state": ADAM.init(params), "key": jax.random.key(2)}
+
+
+def inner_step(state, batch):
+    key, now = jax.random.split(state["key"])
+
+    def loss(params):
+        x = batch
+        for w in params["layers"]["w"]:
+            x = x + jnp.tanh(x @ w) @ jnp.swapaxes(w, 0, 1)
+        keep = jax.random.bernoulli(now, 0.8, x.shape).astype(jnp.float32)
+        y = (x * keep)[:, :6] * params["head"].astype(jnp.float32)[None]
+        return jnp.mean((y - 1.0) ** 2)
+
+    value, grad = jax.value_and_grad(loss)(state["params"])
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = ADAM.update(grad, state["opt_state"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "opt_state": opt_state, "key": key}, {"loss": value}
+
+
+@pytest.fixture(scope="module")
+def step():
+    return jax.jit(diloco.build_train_step(CONFIG, inner_step), donate_argnums=0)
+
+
+def batch(t):
+    return np.random.default_rng(t).normal(size=(2, 4, 8)).astype(np.float32)
+
+
+def run(step, state, first, last):
+    for t in range(first, last + 1):
+        state, _ = step(state, batch(t))
+    return state
+
+
+@pytest.fixture(scope="module")
+def saved(step, tmp_path_factory):
+    """Checkpoints of steps 3, 6 and 9, and the values that were saved; the next step takes the buffers over."""
+    directory = tmp_path_factory.mktemp("saved")
+    state, states = diloco.init(CONFIG, initial()), {}
+    with Checkpoints(directory) as checkpoints:
+        for t in range(1, 11):
+            state = run(step, state, t, t)
+            if t in (3, 6, 9):
+                states[t] = values(state)
+                checkpoints.save(CONFIG, state, settings={"model": {"size": 4}}, extras={"at": t})
+    return directory, states
+
+
+def restore(directory, like=None, **kwargs):
+    kwargs = {"config": CONFIG, "settings": {"model": {"size": 4}}} | kwargs
+    like = diloco.init(CONFIG, initial()) if like is None else like
+    return diloco.restore(directory, kwargs.pop("config"), like, **kwargs)
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def values(state):
+    """Every leaf by name, as bytes that can be compared."""
+    leaves = manifest.named_leaves(state)
+    return {
+        name: np.asarray(
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        ).copy()
+        for name, x in leaves.items()
+    }
+
+
+def assert_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_every_leaf_comes_back_bit_for_bit_though_its_buffers_were_donated(saved):
+    directory, states = saved
+    for t in (3, 6, 9):
+        restored = restore(directory, step=t)
+        assert_equal(values(restored.state), states[t])
+        assert restored.extras == {"at": t}
+    names = restore(directory).state and set(states[9])
+    for part in (
+        "inner/params/head",
+        "inner/opt_state/0/mu/layers/w",
+        "inner/key",
+        "residual/head",
+    ):
+        assert part in names
+    assert any(name.startswith("outer_opt_state/") for name in names)
+
+
+def test_a_run_goes_on_from_every_step_as_if_it_had_not_stopped(step, tmp_path):
+    """Steps 1 to 9 cover a whole period; steps 3 and 5, for two, are inside a V window."""
+    whole = run(step, diloco.init(CONFIG, initial()), 1, 9)
+    chain = diloco.init(CONFIG, initial())
+    like = jax.eval_shape(lambda: diloco.init(CONFIG, initial()))
+    for t in range(1, 10):
+        chain = run(step, chain, t, t)
+        diloco.save(tmp_path, CONFIG, chain, keep=1)
+        chain = diloco.restore(tmp_path, CONFIG, like).state
+    assert_equal(values(chain), values(whole))
+
+
+def test_an_abstract_target_is_enough(saved):
+    like = jax.eval_shape(lambda: diloco.init(CONFIG, initial()))
+    assert_equal(values(restore(saved[0], like).state), saved[1][9])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (8, 1)])
+def test_a_state_moves_to_another_mesh(before, after, step, tmp_path):
+    def mesh(n):
+        return diloco.sharding.make_mesh(2 if n > 1 else 1, devices=jax.devices()[:n])
+
+    def start(n):
+        inner = initial()
+        place = NamedSharding(mesh(n), P(None, "fsdp"))
+        inner["params"]["layers"]["w"] = jax.device_put(inner["params"]["layers"]["w"], place)
+        inner["opt_state"] = ADAM.init(inner["params"])
+        return diloco.init(CONFIG, inner, mesh=mesh(n))
+
+    state = start(before)
+    diloco.save(tmp_path, CONFIG, state)
+    like = start(after)
+    restored = diloco.restore(tmp_path, CONFIG, like).state
+    assert_equal(values(restored), values(state))
+    for name, leaf in manifest.named_leaves(restored).items():
+        want = manifest.named_leaves(like)[name].sharding
+        assert leaf.sharding.is_equivalent_to(want, leaf.ndim), name
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sync_period", 9),
+        ("num_fragments", 2),
+        ("overlap_steps", 1),
+        ("mixing", 0.25),
+        ("fragment_pattern", "sequential"),
+        ("wire_format", "int8"),
+        ("outer_momentum", 0.8),
+    ],
+)
+def test_a_changed_algorithm_is_refused_unless_allowed(field, value, saved):
+    changed = dataclasses.replace(CONFIG, **{field: value})
+    was = json.dumps(getattr(CONFIG, field))
+    with pytest.raises(ValueError, match=f"diloco.{field} was {was} and is {json.dumps(value)}"):
+        restore(saved[0], config=changed)
+    restored = restore(saved[0], config=changed, allow_change=True)
+    assert_equal(values(restored.state), saved[1][9])
+
+
+def test_the_new_schedule_holds_from_the_next_step_on(step, saved):
+    """Going on with V = 0 sends and applies as V = 0 does; what V = 2 had sent waits for its next turn."""
+    changed = dataclasses.replace(CONFIG, overlap_steps=0)
+    state = restore(saved[0], config=changed, allow_change=True).state  # t = 9
+    new_step = jax.jit(diloco.build_train_step(changed, inner_step))
+    plan = diloco.schedule(changed)
+    frozen = diloco.build_train_step(changed, lambda s, b: (s, {"loss": b[0, 0]}))
+    for t in range(10, 13):
+        before, (after, _) = state, jax.jit(frozen)(state, batch(t))
+        moved = {
+            i
+            for i in range(4)
+            if not np.array_equal(
+                before.inner["params"]["layers"]["w"][:, i],
+                after.inner["params"]["layers"]["w"][:, i],
+            )
+        }
+        fragments = diloco.partition(before.outer_params, changed).fragments
+        due = {layer for p in plan.applies(t) for layer in fragments[p].layers}
+        assert moved == due, t
+        state, _ = new_step(state, batch(t))
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(state.outer_params))
+
+
+def test_other_settings_are_refused_with_the_difference(saved):
+    with pytest.raises(ValueError, match=r"model\.size was 4 and is 5"):
+        restore(saved[0], settings={"model": {"size": 5}})
+
+
+def test_another_fragment_layout_is_refused(copy, monkeypatch):
+    monkeypatch.setattr(manifest, "fragments_digest", lambda *_: "other")
+    with pytest.raises(ValueError, match="cut into other fragments"):
+        restore(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("key"), "has, beyond what the run wants, inner/key"),
+        (lambda s: s.update(extra=jnp.zeros(2)), "lacks inner/extra"),
+        (lambda s: s.update(key=jax.random.key(0, impl="rbg")), r"has inner/key as key<fry>\[2\]"),
+        (
+            lambda s: s.update(opt_state=ADAM.init({**s["params"], "head": jnp.zeros(7)})),
+            r"opt_state/0/mu/head as bfloat16\[2, 6\], but the run wants float32\[2, 7\]",
+        ),
+    ],
+)
+def test_a_leaf_that_differs_is_named(change, message, saved):
+    inner = initial()
+    change(inner)
+    config = CONFIG
+    with pytest.raises(ValueError, match=message):
+        restore(saved[0], diloco.init(config, inner), allow_change=True)
+
+
+def damage_one(directory, step, how):
+    """Damages the largest file of a checkpoint's arrays."""
+    files = [
+        p for p in (directory / str(step)).rglob("*") if p.is_file() and p.name != manifest.NAME
+    ]
+    path = max(files, key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    if how == "truncated":
+        path.write_bytes(content[:-7])
+    elif how == "flipped":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif how == "missing":
+        path.unlink()
+    elif how == "foreign":
+        (path.parent / "stranger").write_text("?")
+    elif how == "manifest flipped":
+        text = (directory / str(step) / manifest.NAME).read_text()
+        (directory / str(step) / manifest.NAME).write_text(text.replace('"at": ', '"at": 1'))
+    elif how == "manifest truncated":
+        os.truncate(directory / str(step) / manifest.NAME, 100)
+    elif how == "no arrays":
+        shutil.rmtree(next((directory / str(step)).glob("state-*")))
+    elif how == "other format":
+        body = manifest.read(restoring.root_of(directory / str(step)))
+        manifest.write(restoring.root_of(directory / str(step)), body | {"format": 99})
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("truncated", "bytes instead of"),
+        ("flipped", "does not have its checksum"),
+        ("missing", "is missing"),
+        ("foreign", "does not belong to it"),
+        ("manifest flipped", "manifest.json is damaged"),
+        ("manifest truncated", "manifest.json is damaged"),
+        ("no arrays", "is missing"),
+        ("other format", "has format 99, but this version reads 1"),
+    ],
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(how, message, copy, saved, caplog):
+    damage_one(copy, 9, how)
+    with caplog.at_level(logging.WARNING, logger="diloco"):
+        restored = restore(copy)
+    assert_equal(values(restored.state), saved[1][6])
+    assert "the checkpoint of step 9 cannot be used" in caplog.text and message in caplog.text
+    assert diloco.latest(copy) == 6
+    with pytest.raises(ValueError, match=f"step 9: .*{message}"):
+        restore(copy, step=9)
+
+
+def test_no_intact_checkpoint_is_an_error_not_a_fresh_start(copy):
+    for t in (3, 6, 9):
+        damage_one(copy, t, "flipped")
+    with pytest.raises(
+        ValueError, match=r"no checkpoint in .* can be used \(step 9: .*step 6: .*step 3"
+    ):
+        restore(copy)
+    with pytest.raises(
+        ValueError, match="has no checkpoint of step 7, it has those of steps 3, 6, 9"
+    ):
+        restore(copy, step=7)
+    with pytest.raises(ValueError, match="has no checkpoint, it has none"):
+        restore(copy / "nothing")
+
+
+def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleared_away(copy, saved):
+    (copy / "9" / manifest.NAME).rename(
+        copy / "9" / f"{manifest.NAME}.tmp"
+    )  # one step before the end
+    shutil.copytree(next((copy / "6").glob("state-*")), copy / "6" / "state-0badbeef")
+    assert diloco.latest(copy) == 6
+    with Checkpoints(copy):
+        assert not (copy / "9").exists()
+        assert not (copy / "6" / "state-0badbeef").exists()
+    assert_equal(values(restore(copy).state), saved[1][6])
+
+
+def test_a_stranger_with_the_name_of_a_step_is_left_alone(tmp_path):
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "thesis.txt").write_text("mine")
+    state = diloco.init(CONFIG, initial())._replace(step=jnp.int32(3))
+    with pytest.raises(ValueError, match="holds something that is no checkpoint"):
+        diloco.save(tmp_path, CONFIG, state)
+    assert (tmp_path / "3" / "thesis.txt").read_text() == "mine"
+
+
+def test_saving_a_step_again_replaces_it(copy):
+    state = restore(copy).state
+    diloco.save(copy, CONFIG, diloco.flush(CONFIG, state))
+    again = diloco.restore(copy, CONFIG, state)
+    assert_equal(values(again.state), values(diloco.flush(CONFIG, state)))
+    assert len(list((copy / "9").glob("state-*"))) == 1
+
+
+def test_only_the_newest_are_kept(copy):
+    with Checkpoints(copy, keep=2) as checkpoints:
+        state = restore(copy).state._replace(step=jnp.int32(12))
+        checkpoints.save(CONFIG, state, settings={"model": {"size": 4}})
+    assert restoring.steps(copy) == [9, 12]
+    assert sorted(p.name for p in copy.iterdir()) == [".lock", "12", "9"]
+    with pytest.raises(ValueError, match="keep 0 is below 1"):
+        Checkpoints(copy, keep=0)
+
+
+def test_two_runs_cannot_share_a_directory(copy):
+    with Checkpoints(copy):
+        with pytest.raises(ValueError, match=f"is in use by process {os.getpid()}"):
+            Checkpoints(copy)
+        restore(copy)  # reading is harmless
+    Checkpoints(copy).close()
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """Mounts a file system of a given size; skips where that is not allowed."""
+    mounted = []
+
+    def mount(options):
+        place = tmp_path / f"disk{len(mounted)}"
+        place.mkdir()
+        try:
+            done = subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place],
+                capture_output=True,
+                text=True,
+            )
+        except FileNotFoundError:
+            pytest.skip("there is no mount command")
+        if done.returncode:
+            pytest.skip(f"a small file system cannot be mounted: {done.stderr.strip()}")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_loses_nothing(step, tmpfs):
+    disk = tmpfs("size=512k")
+    state = run(step, diloco.init(CONFIG, initial()), 1, 3)
+    before = values(state)
+    diloco.save(disk, CONFIG, state)
+    free = shutil.disk_usage(disk).free
+    (disk / "ballast").write_bytes(b"x" * (free - 8192))
+    state = run(step, state, 4, 4)
+    with pytest.raises(OSError, match=r"could not be written .*No space left on device"):
+        diloco.save(disk, CONFIG, state)
+    assert sorted(p.name for p in disk.iterdir()) == [".lock", "3", "ballast"]
+    assert_equal(values(diloco.restore(disk, CONFIG, state).state), before)
+    (disk / "ballast").unlink()
+    diloco.save(disk, CONFIG, state)  # and with room again, it goes on
+    assert restoring.steps(disk) == [3, 4]
+
+
+def test_a_read_only_directory_is_a_clear_error_for_a_save_and_none_for_a_restore(saved, tmpfs):
+    disk = tmpfs("size=8m")
+    shutil.copytree(saved[0], disk / "run")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with pytest.raises(OSError, match="Read-only file system"):
+        diloco.save(disk / "run", CONFIG, diloco.init(CONFIG, initial()))
+    assert_equal(values(restore(disk / "run").state), saved[1][9])
+
+
+def test_a_path_that_is_a_file_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="exists"):
+        diloco.save(tmp_path / "file", CONFIG, diloco.init(CONFIG, initial()))
+
+
+def test_restore_reads_no_pickle(saved, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a pickle was read")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    assert_equal(values(restore(saved[0]).state), saved[1][9])
+    for path in saved[0].rglob("*"):
+        assert path.is_dir() or not path.read_bytes().startswith(b"\x80\x04")
+
+
+def test_settings_and_extras_must_be_json(tmp_path):
+    state = diloco.init(CONFIG, initial())
+    with pytest.raises(TypeError, match="extras cannot be written as JSON"):
+        diloco.save(tmp_path, CONFIG, state, extras={"data": object()})
+    with pytest.raises(TypeError, match="settings cannot be written as JSON"):
+        diloco.save(tmp_path, CONFIG, state, settings={"rate": float("nan")})
+    assert diloco.latest(tmp_path) is None
