@@ -16,7 +16,8 @@ import jax
 
 from diloco import conf, links, planner, wire
 from diloco.config import FRAGMENT_PATTERNS, DiLoCoConfig
-from diloco.fragments import Cut, partition
+from diloco.cuts import Cut
+from diloco.fragments import partition
 from diloco.models import decoder
 
 
