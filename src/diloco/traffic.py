@@ -31,7 +31,6 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,<=]*)\]")
 _CALLEE = re.compile(r"\b(calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|mesh\[.*?\}|\[.*?\]<=\[[\d,]*\](?:T\([\d,]*\))?)"
 )
@@ -77,8 +76,12 @@ class _Instruction(NamedTuple):
     name: str
     shape: str
     opcode: str
-    operands: tuple[str, ...]
+    inside: str  # the parentheses: names of operands, or a constant's value
     attributes: str
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.inside)
 
 
 def device_islands(mesh: jax.sharding.Mesh) -> list[int]:
@@ -103,8 +106,8 @@ def traffic(compiled_text: str, island_of_device: Sequence[int]) -> Traffic:
 
     A chip's bytes are those of the operands it hands to the operation: the payload, before any
     factor of the algorithm behind it (with two islands a ring sends the payload once). An operation
-    in a loop counts once per iteration if the text gives the loop's length, else once. On a TPU an
-    island is a slice.
+    in a loop counts once per iteration: the text gives the loop's length, or its condition is
+    `index < length` as JAX writes it; else once. On a TPU an island is a slice.
 
     Args:
         compiled_text: Text of the optimised program.
@@ -148,7 +151,7 @@ def traffic(compiled_text: str, island_of_device: Sequence[int]) -> Traffic:
                 across[path][transfer[1].lower().replace("_", "-")] += times * _num_bytes(
                     shapes[i.operands[0]]
                 )
-            for callee, branch, trips in _callees(i):
+            for callee, branch, trips in _callees(i, computations):
                 inner = path if branch is None else f"{path}/{i.name}/{branch}".lstrip("/")
                 across.setdefault(inner, collections.Counter())
                 within.setdefault(inner, collections.Counter())
@@ -188,8 +191,9 @@ def _instruction(name: str, text: str) -> _Instruction:
     shape, rest = text[:end], text[end:].lstrip()
     opening = rest.index("(")
     closing = _balanced(rest, opening)
-    operands = re.findall(r"%([\w.\-]+)", rest[opening:closing])
-    return _Instruction(name, shape, rest[:opening], tuple(operands), rest[closing:])
+    return _Instruction(
+        name, shape, rest[:opening], rest[opening + 1 : closing - 1], rest[closing:]
+    )
 
 
 def _balanced(text: str, start: int) -> int:
@@ -202,7 +206,9 @@ def _balanced(text: str, start: int) -> int:
     raise ValueError(f"unbalanced parentheses in the program's line {text[:80]!r}")
 
 
-def _callees(i: _Instruction) -> Iterator[tuple[str, int | None, int]]:
+def _callees(
+    i: _Instruction, computations: dict[str, list[_Instruction]]
+) -> Iterator[tuple[str, int | None, int]]:
     """Yields (computation, branch number or None, iterations) for what an instruction runs."""
     if i.opcode == "conditional":
         if match := _BRANCHES.search(i.attributes):
@@ -211,9 +217,21 @@ def _callees(i: _Instruction) -> Iterator[tuple[str, int | None, int]]:
         for kind, callee in _CALLEE.findall(i.attributes):
             yield callee, int(kind == "true_computation"), 1
         return
-    trips = _TRIPS.search(i.attributes) if i.opcode == "while" else None
+    trips = _trips(i.attributes, computations) if i.opcode == "while" else 1
     for _, callee in _CALLEE.findall(i.attributes):
-        yield callee, None, int(trips[1]) if trips else 1
+        yield callee, None, trips
+
+
+def _trips(attributes: str, computations: dict[str, list[_Instruction]]) -> int:
+    """Returns a loop's length: as annotated, else the one integer its condition compares with."""
+    if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', attributes):
+        return int(match[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", attributes)
+    instructions = computations.get(condition[1], []) if condition else []
+    limits = [
+        i.inside for i in instructions if i.opcode == "constant" and i.shape.startswith("s32[]")
+    ]
+    return int(limits[0]) if len(limits) == 1 and limits[0].isdigit() else 1
 
 
 def _num_bytes(shape: str) -> int:
