@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import diloco
-from diloco import fragments
+from diloco import cuts
 
 
 ADAMW = (0.9, 0.95, 1e-8, 0.1)
@@ -40,10 +40,9 @@ def positions(config, tree):
     result = [None] * config.num_fragments
     for group in diloco.partition(tree, config).groups:
         for k, p in enumerate(group.members):
-            found = fragments.look_up(group, jnp.int32(k))
+            found = cuts.look_up(group, jnp.int32(k))
             parts = [
-                fragments.take(places[c.leaf], c, ix)
-                for c, ix in zip(group.cuts, found, strict=True)
+                cuts.take(places[c.leaf], c, ix) for c, ix in zip(group.cuts, found, strict=True)
             ]
             result[p] = np.concatenate([np.asarray(x).reshape(-1) for x in parts])
     return result

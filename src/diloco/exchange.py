@@ -10,9 +10,10 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco import fragments, outer, wire
+from diloco import cuts, outer, wire
 from diloco.config import DiLoCoConfig
-from diloco.fragments import Group, Partition
+from diloco.cuts import Group
+from diloco.fragments import Partition
 from diloco.state import DiLoCoState, ParamsLens
 
 
@@ -54,7 +55,7 @@ def send(x: Exchange, state: DiLoCoState, number: jax.Array) -> DiLoCoState:
             return _send_group(
                 x,
                 group,
-                fragments.look_up(group, position),
+                cuts.look_up(group, position),
                 number,
                 own_leaves,
                 *moving,
@@ -88,13 +89,13 @@ def apply(x: Exchange, state: DiLoCoState, number: jax.Array) -> DiLoCoState:
     def branch(group: Group):
         def run(position, own):
             own = list(own)
-            for cut, index in zip(group.cuts, fragments.look_up(group, position), strict=True):
-                new = jnp.expand_dims(fragments.take(theta[cut.leaf], cut, index), 0)
-                old = fragments.take(own[cut.leaf], cut, index, lead=1)
+            for cut, index in zip(group.cuts, cuts.look_up(group, position), strict=True):
+                new = jnp.expand_dims(cuts.take(theta[cut.leaf], cut, index), 0)
+                old = cuts.take(own[cut.leaf], cut, index, lead=1)
                 if alpha:
                     new = alpha * old.astype(jnp.float32) + (1 - alpha) * new
                 new = jnp.broadcast_to(new.astype(old.dtype), old.shape)
-                own[cut.leaf] = fragments.put(own[cut.leaf], cut, index, new, lead=1)
+                own[cut.leaf] = cuts.put(own[cut.leaf], cut, index, new, lead=1)
             return own
 
         return run
@@ -110,7 +111,7 @@ def _switch(x: Exchange, number: jax.Array, branch: Any, moving: Any) -> Any:
     for g, group in enumerate(groups):
         for position, p in enumerate(group.members):
             places[p] = g + 1, position
-    branch_of, position = fragments.row(places, number)
+    branch_of, position = cuts.row(places, number)
     branches = [lambda _, moving: moving, *(branch(group) for group in groups)]
     return jax.lax.switch(branch_of, branches, position, moving)
 
@@ -130,10 +131,9 @@ def _send_group(
     leaves = jax.tree.leaves(theta)
     delta = []
     for cut, index in zip(group.cuts, indices, strict=True):
-        global_part = drjax.broadcast(fragments.take(leaves[cut.leaf], cut, index), mesh=x.mesh)
+        global_part = drjax.broadcast(cuts.take(leaves[cut.leaf], cut, index), mesh=x.mesh)
         delta.append(
-            global_part
-            - fragments.take(own_leaves[cut.leaf], cut, index, lead=1).astype(jnp.float32)
+            global_part - cuts.take(own_leaves[cut.leaf], cut, index, lead=1).astype(jnp.float32)
         )
     valid = drjax.map_fn(_all_finite, (delta,), mesh=x.mesh)  # [M], each island its own
     codec = wire.codec(x.config.wire_format)
@@ -141,7 +141,7 @@ def _send_group(
     if residual is not None:
         owed, treedef = jax.tree.flatten(residual)
         old = [
-            fragments.take(owed[cut.leaf], cut, index, lead=1)
+            cuts.take(owed[cut.leaf], cut, index, lead=1)
             for cut, index in zip(group.cuts, indices, strict=True)
         ]
         delta = [d + e for d, e in zip(delta, old, strict=True)]
@@ -158,7 +158,7 @@ def _send_group(
         for cut, index, d, got, e in zip(group.cuts, indices, delta, decoded, old, strict=True):
             # Where nothing of an island went into Theta it owes what it owed before.
             new = jnp.where(_like(sent, d), d - got, e)
-            owed[cut.leaf] = fragments.put(owed[cut.leaf], cut, index, new, lead=1)
+            owed[cut.leaf] = cuts.put(owed[cut.leaf], cut, index, new, lead=1)
         residual = jax.tree.unflatten(treedef, owed)
     theta, opt_state = outer.step_fragment(
         x.optimizer, x.labels, theta, opt_state, group.cuts, indices, number, mean, ok

@@ -1,4 +1,4 @@
-"""Cuts a parameter tree into fragments, and reads and writes one fragment in a compiled step.
+"""Cuts a parameter tree into fragments.
 
 Fragments that are alike in shape form a group. A group is one branch of the compiled step; which of its members is
 meant is data (indices along the cut axis), so the program does not grow with the number of fragments.
@@ -6,35 +6,14 @@ meant is data (indices along the cut axis), so the program does not grow with th
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from diloco import assignment, wire
 from diloco.config import DiLoCoConfig
+from diloco.cuts import Cut, Group, cut_shape
 from diloco.layers import Leaf, find_leaves, layer_numbers
-
-
-class Cut(NamedTuple):
-    """The shape of one leaf's part in a fragment: the static half of a cut, its indices being data.
-
-    The cut axis, of length n, is viewed as `[outer, n / outer]`, and `count` indices are taken along the second half.
-
-    Attributes:
-        leaf: Position of the leaf in the flattened tree.
-        axis: The axis that is cut, or None for the whole leaf.
-        outer: Rows of the view.
-        count: Indices taken along the second axis of the view.
-        contiguous: Whether the indices follow one another.
-    """
-
-    leaf: int
-    axis: int | None
-    outer: int
-    count: int
-    contiguous: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,21 +37,6 @@ class Fragment:
     wire_bytes: int
     cuts: tuple[Cut, ...]
     indices: tuple[tuple[int, ...], ...]
-
-
-class Group(NamedTuple):
-    """Fragments with the same cuts.
-
-    Attributes:
-        cuts: The cuts they share.
-        members: Their numbers.
-        indices: For each cut an int32 table, `[members]` first indices if it is contiguous, else
-            `[members, count]`.
-    """
-
-    cuts: tuple[Cut, ...]
-    members: tuple[int, ...]
-    indices: tuple[np.ndarray, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +116,7 @@ def partition(params: Any, config: DiLoCoConfig) -> Partition:
             cut is sharded in a way that a cut would move data between chips.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> params = {"embed": jnp.zeros((16, 4)), "layers": jnp.zeros((6, 4))}
         >>> config = DiLoCoConfig(num_islands=2, sync_period=8, num_fragments=4)
         >>> [f.layers for f in partition(params, config).fragments]
@@ -187,7 +152,7 @@ def partition(params: Any, config: DiLoCoConfig) -> Partition:
                 f"{config.fragment_pattern!r}; use fewer fragments"
             )
         cuts, indices = zip(*(_cut(i, leaves[i], *part[i]) for i in sorted(part)), strict=True)
-        shapes = [_cut_shape(leaves[c.leaf].shape, c) for c in cuts]
+        shapes = [cut_shape(leaves[c.leaf].shape, c) for c in cuts]
         fragments.append(
             Fragment(
                 number=number,
@@ -237,115 +202,6 @@ def _cut(
             indices[0],
         )  # every k-th of n: one column of the view [n / k, k]
     return Cut(i, axis, outer, count, bool(np.all(steps == 1))), tuple(indices)
-
-
-def _cut_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
-    if cut.axis is None:
-        return shape
-    return (*shape[: cut.axis], cut.outer * cut.count, *shape[cut.axis + 1 :])
-
-
-def look_up(group: Group, position: jax.Array) -> list[jax.Array]:
-    """Returns the indices of each cut for one member of a group; cuts with the same table share one lookup.
-
-    Args:
-        group: The group.
-        position: Which of its members, int32.
-
-    Returns:
-        For each cut its first index, int32, if it is contiguous, else all of them, int32 `[count]`.
-
-    Example:
-        >>> cut = Cut(0, 0, 1, 1, True)
-        >>> look_up(Group((cut,), (1, 2), (np.array([0, 5], np.int32),)), jnp.int32(1))[0].tolist()
-        5
-    """
-    found: dict[tuple[int, bytes], jax.Array] = {}
-    keys = [(table.ndim, table.tobytes()) for table in group.indices]
-    for key, table in zip(keys, group.indices, strict=True):
-        if key not in found:
-            found[key] = row(table, position)
-    return [found[key] for key in keys]
-
-
-def row(table: np.ndarray, i: jax.Array) -> jax.Array:
-    """Returns `table[i]` for a constant table and an index that is never negative, in one operation."""
-    return jax.lax.dynamic_index_in_dim(
-        jnp.asarray(table, jnp.int32), i, keepdims=False, allow_negative_indices=False
-    )
-
-
-def take(x: jax.Array, cut: Cut, indices: jax.Array, *, lead: int = 0) -> jax.Array:
-    """Reads a cut.
-
-    Args:
-        x: The leaf, with `lead` extra axes in front.
-        cut: The static half.
-        indices: The data half, from `look_up`.
-        lead: 1 for a leaf with the island axis, else 0.
-
-    Returns:
-        The part, the cut axis having length `outer * count`.
-
-    Example:
-        >>> take(jnp.arange(6), Cut(0, 0, 3, 1, True), jnp.int32(1)).tolist()  # every second, from 1
-        [1, 3, 5]
-    """
-    if cut.axis is None:
-        return x
-    view, axis = _view(x, cut, lead)
-    if cut.contiguous:
-        part = jax.lax.dynamic_slice_in_dim(
-            view, indices, cut.count, axis, allow_negative_indices=False
-        )
-    else:
-        part = jnp.take(
-            view, indices, axis, unique_indices=True, indices_are_sorted=True, mode="clip"
-        )
-    return part.reshape(x.shape[:lead] + _cut_shape(x.shape[lead:], cut))
-
-
-def put(x: jax.Array, cut: Cut, indices: jax.Array, part: jax.Array, *, lead: int = 0) -> jax.Array:
-    """Writes a cut: the leaf with `take(x, cut, indices)` replaced by `part`.
-
-    Args:
-        x: The leaf, with `lead` extra axes in front.
-        cut: The static half.
-        indices: The data half, from `look_up`.
-        part: What `take` returns for the same cut.
-        lead: 1 for a leaf with the island axis, else 0.
-
-    Returns:
-        The new leaf.
-
-    Example:
-        >>> put(jnp.zeros(4), Cut(0, 0, 1, 2, True), jnp.int32(1), jnp.ones(2)).tolist()
-        [0.0, 1.0, 1.0, 0.0]
-    """
-    if cut.axis is None:
-        return part
-    view, axis = _view(x, cut, lead)
-    part = part.reshape(*view.shape[:axis], cut.count, *view.shape[axis + 1 :])
-    if cut.contiguous:
-        view = jax.lax.dynamic_update_slice_in_dim(
-            view, part, indices, axis, allow_negative_indices=False
-        )
-    else:
-        where = (slice(None),) * axis + (indices,)
-        view = view.at[where].set(
-            part, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds"
-        )
-    return view.reshape(x.shape)
-
-
-def _view(x: jax.Array, cut: Cut, lead: int) -> tuple[jax.Array, int]:
-    """The leaf with its cut axis viewed as `[outer, n / outer]`, and the axis along which indices are taken."""
-    assert cut.axis is not None
-    axis = cut.axis + lead
-    if cut.outer == 1:
-        return x, axis
-    shape = (*x.shape[:axis], cut.outer, x.shape[axis] // cut.outer, *x.shape[axis + 1 :])
-    return x.reshape(shape), axis + 1
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from diloco import fragments
+from diloco import cuts as cutting
 from diloco.config import DiLoCoConfig
 
 
@@ -104,7 +104,7 @@ def step_fragment(
     labels: list[int],
     outer_params: Any,
     opt_state: Any,
-    cuts: tuple[fragments.Cut, ...],
+    cuts: tuple[cutting.Cut, ...],
     indices: list[jax.Array],
     number: jax.Array,
     delta: list[jax.Array],
@@ -141,10 +141,10 @@ def step_fragment(
                 x, number, keepdims=False, allow_negative_indices=False
             )
         return (
-            fragments.take(x, cuts[place[label]], indices[place[label]]) if label in place else None
+            cutting.take(x, cuts[place[label]], indices[place[label]]) if label in place else None
         )
 
-    parts = [fragments.take(leaves[c.leaf], c, ix) for c, ix in zip(cuts, indices, strict=True)]
+    parts = [cutting.take(leaves[c.leaf], c, ix) for c, ix in zip(cuts, indices, strict=True)]
     state_leaves, state_treedef = jax.tree.flatten(opt_state)
     own_state = jax.tree.unflatten(
         state_treedef, [cut(x, label) for x, label in zip(state_leaves, labels, strict=True)]
@@ -153,7 +153,7 @@ def step_fragment(
         updates, new_state = optimizer.update(tree(delta), own_state, tree(parts))
         new_parts = jax.tree.leaves(optax.apply_updates(tree(parts), updates))
     for c, ix, old, new in zip(cuts, indices, parts, new_parts, strict=True):
-        leaves[c.leaf] = fragments.put(leaves[c.leaf], c, ix, jnp.where(ok, new, old))
+        leaves[c.leaf] = cutting.put(leaves[c.leaf], c, ix, jnp.where(ok, new, old))
     news = state_treedef.flatten_up_to(new_state)
     olds = state_treedef.flatten_up_to(own_state)
     for k, (label, old, new) in enumerate(zip(labels, olds, news, strict=True)):
@@ -163,7 +163,7 @@ def step_fragment(
             )
         elif label in place:
             i = place[label]
-            state_leaves[k] = fragments.put(
+            state_leaves[k] = cutting.put(
                 state_leaves[k], cuts[i], indices[i], jnp.where(ok, new, old)
             )
     return jax.tree.unflatten(treedef, leaves), jax.tree.unflatten(state_treedef, state_leaves)

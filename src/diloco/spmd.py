@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from diloco import exchange, fragments, outer
+from diloco import cuts, exchange, fragments, outer
 from diloco import state as states
 from diloco.config import DiLoCoConfig
 from diloco.schedule import schedule
@@ -153,10 +153,10 @@ def build_train_step(
         _check_same(state.inner, inner)
         t = state.step + 1
         state = state._replace(inner=inner, step=t)
-        state = exchange.send(x, state, fragments.row(table, t % config.sync_period))
+        state = exchange.send(x, state, cuts.row(table, t % config.sync_period))
         sent = t - config.overlap_steps  # signed: before the first send it is at most 0
         landed = jnp.where(
-            sent > 0, fragments.row(table, sent % config.sync_period), config.num_fragments
+            sent > 0, cuts.row(table, sent % config.sync_period), config.num_fragments
         )
         return exchange.apply(x, state, landed), metrics
 
