@@ -6,6 +6,7 @@ checkpoint, so a save that was killed is never taken for one, on a disk and in a
 
 import fcntl
 import os
+import re
 import secrets
 import threading
 from collections.abc import Mapping
@@ -188,10 +189,12 @@ def _stored(leaf: Any) -> Any:
 
 
 def _failed(folder: epath.Path, error: Exception) -> OSError:
-    reason = " ".join(str(error).split())
-    reason = reason if len(reason) < 300 else f"{reason[:100]} ... {reason[-180:]}"
+    code = re.search(
+        r"os_error_code='?(\d+)", str(error)
+    )  # the storage library hides it in a long text
+    reason = os.strerror(int(code[1])) if code else " ".join(str(error).split())[:300]
     return OSError(
-        f"the checkpoint {folder} could not be written ({type(error).__name__}: {reason}); "
+        f"the checkpoint {folder} could not be written ({reason}); "
         "older checkpoints are as they were; make room or give another directory"
     )
 
