@@ -1,23 +1,12 @@
 """The train step against the plain loops of `reference.py`, over drawn configurations."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import diloco
-
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reference, toy = _load("reference"), _load("toy")
+import reference
+import toy
 
 
 @st.composite
