@@ -86,9 +86,8 @@ def flops_per_token(model: DecoderConfig, sequence_length: int) -> float:
     r"""Training FLOPs of one token, :eq:`eq-flops`.
 
     Three times the forward pass: 2 FLOPs for each parameter of a matrix product that the token
-        meets (with experts, the
-    router and the ones it is sent to; the embedding is a lookup), and 2 S N h a layer for
-    attention, of which half is masked.
+    meets (with experts, the router and the ones it is sent to; the embedding is a lookup), and for
+    attention 2 S a layer and query feature, half of the 4 S being masked.
 
     Args:
         model: Sizes.

@@ -3,8 +3,9 @@
 import dataclasses
 import json as json_module
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -103,8 +104,13 @@ def render(found: Plan, title: str, model: decoder.DecoderConfig) -> list[Any]:
         )
     out: list[Any] = [table, w, found.sentence]
     out += [f"  {text}: utilization {used:.2%}" for text, used in found.changes]
-    advice = tuning.advise(found.diloco, found.parameters, model.num_layers)
-    out += [f"note: {a.setting}: {a.warning} ({a.source})" for a in advice if a.warning]
+    notes: dict[str, list[tuning.Advice]] = {}
+    for advice in tuning.advise(found.diloco, found.parameters, model.num_layers):
+        if advice.warning:
+            notes.setdefault(advice.warning, []).append(advice)
+    for warning, alike in notes.items():
+        sources = "; ".join(a.source for a in alike)
+        out.append(f"note: {', '.join(a.setting for a in alike)}: {warning} ({sources})")
     return out
 
 
@@ -150,7 +156,7 @@ def to_json(found: Plan) -> dict[str, Any]:
 
 
 def plan_command(
-    recipe: str | None = None,
+    recipe: Annotated[str | None, tyro.conf.Positional] = None,
     *,
     model: str | None = None,
     hardware: str | None = None,
@@ -166,7 +172,7 @@ def plan_command(
     utilization: float | None = None,
     gbit: float | None = None,
     latency_ms: float = 0.0,
-    json: bool = False,
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
     """Says whether a link hides the exchanges of a run, and what to change if not.
 
