@@ -40,6 +40,8 @@ class Exchange(NamedTuple):
 def send(x: Exchange, state: DiLoCoState, number: jax.Array) -> DiLoCoState:
     """Sends fragment `number` and steps Theta with it, :eq:`eq-pseudo-gradient` and :eq:`eq-nesterov`.
 
+    With error feedback an island sends what its last send lost as well, :eq:`eq-feedback`.
+
     Args:
         x: The exchange.
         state: The state after the inner step.
