@@ -116,6 +116,11 @@ class Checkpoints:
             error, self._error = self._error, None
             raise error
 
+    def drop_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps, when a run goes back to an earlier one."""
+        for later in [s for s in steps(self._directory) if s > step]:
+            _remove(self._directory / str(later))
+
     def close(self) -> None:
         """Waits for the last save, stops the writer and opens the lock."""
         try:

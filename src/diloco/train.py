@@ -6,8 +6,9 @@ The loop is `(state, batches, step)`: everything that a run needs to go on is in
 import json
 import math
 import platform
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import save_file
 
 import diloco
-from diloco import data, inner, sharding, spmd
+from diloco import data, export, inner, sharding, spmd
+from diloco import islands as joining
+from diloco import resume as resuming
+from diloco.checkpoint import Checkpoints
 from diloco.models import decoder
 from diloco.recipes import Recipe
 from diloco.runlog import RunLog
@@ -68,8 +71,13 @@ def build(recipe: Recipe, mesh: Mesh | None = None) -> Program:
         The functions; each compiles when it is first called.
     """
     step = spmd.build_train_step(recipe.diloco, inner.build_step(recipe, mesh), mesh=mesh)
+
+    def counting_step(state: DiLoCoState, batch: Any):
+        state, metrics = step(state, batch)
+        return state, metrics | {"skipped": state.skipped}
+
     return Program(
-        step=jax.jit(step, donate_argnums=0),
+        step=jax.jit(counting_step, donate_argnums=0),
         measure=jax.jit(inner.build_measure(recipe, mesh)),
         evaluate=jax.jit(inner.build_evaluate(recipe, mesh)),
         flush=lambda state: spmd.flush(recipe.diloco, state, mesh=mesh),
@@ -117,52 +125,98 @@ def train(
     *,
     mesh: Mesh | None = None,
     progress: bool = False,
+    save_every: int = 50,
+    keep: int = 2,
+    resume: resuming.Resume = "auto",
+    allow_change: bool = False,
 ) -> Result:
-    """Trains a recipe and writes its run directory.
+    """Trains a recipe and writes its run directory; goes on by itself where an interrupted run was saved last.
 
     `recipe.toml` has every setting, `versions.json` the software, `metrics.jsonl` a record a step, a measured send
-    and a validation, `outer_params.safetensors` Theta after the last send, `summary.json` the end.
+    and a validation, `outer_params.safetensors` Theta after the last send, `summary.json` the end, `checkpoints` what
+    a run goes on from. SIGTERM saves and ends the run early; a run that went on writes the same files as one that was
+    never interrupted.
 
     Args:
         recipe: What to run.
         run_dir: Where to write; `runs/NAME` if None.
         mesh: A mesh with an `islands` axis, such as `device_mesh(recipe)`; None for one device.
         progress: Whether to show progress.
+        save_every: Inner steps between two checkpoints; 0 for none.
+        keep: Newest checkpoints to keep.
+        resume: `"auto"`, `"never"`, or the step of a checkpoint; checkpoints of later steps are removed then.
+        allow_change: Whether a run may go on with another recipe; see `diloco.restore` and `diloco.resize`.
 
     Returns:
-        The last state and the summary.
+        The last state and the summary; after SIGTERM the summary is `{"stopped_at": step}`.
 
     Raises:
-        ValueError: If the directory holds a run already, the corpus does not fit, or the loss of an island is
-            not finite while `on_bad_island` is `"error"`.
+        ValueError: If the directory holds a run already that cannot go on, or is in use, the corpus does not fit, or an
+            island's loss or pseudo-gradient is not finite while `on_bad_island` is `"error"`.
         OSError: If the directory cannot be written.
     """
     began = time.perf_counter()
     run_dir = Path(run_dir) if run_dir is not None else Path("runs") / recipe.name
-    if (run_dir / "metrics.jsonl").exists():
-        raise ValueError(f"{run_dir} already holds a run; give another --run-dir or remove it")
-    corpus = data.load_corpus(recipe.data.corpus)
-    batches, tokens = open_batches(recipe, corpus), _held_out(recipe, corpus)
-    program, state = build(recipe, mesh), start(recipe, mesh)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
-    (run_dir / "versions.json").write_text(
-        json.dumps(versions() | {"corpus": corpus.digest}, indent=2) + "\n"
-    )
+    if save_every < 1:
+        raise ValueError(f"save_every {save_every} is below 1; use 1 or more inner steps")
+    with (
+        Checkpoints(run_dir / "checkpoints", keep=keep) as checkpoints,
+        resuming.stop_signal() as stop,
+    ):
+        step = resuming.place(recipe, run_dir, resume)
+        corpus = data.load_corpus(recipe.data.corpus)
+        batches, tokens = open_batches(recipe, corpus), _held_out(recipe, corpus)
+        program, state = build(recipe, mesh), start(recipe, mesh)
+        settings = resuming.settings(recipe, corpus)
 
-    log = RunLog(run_dir / "metrics.jsonl", steps=recipe.train.steps, show=progress)
-    try:
-        log.say(f"{recipe.name}: {corpus.train.size:,} bytes of {corpus.name} to train on")
-        state = _loop(recipe, program, state, batches, tokens, log, mesh)
-        state, summary = _finish(recipe, program, state, tokens, log)
-    finally:
-        log.close()
-    summary["unigram_entropy"] = round(data.unigram_entropy(corpus), 4)
-    summary["seconds"] = round(time.perf_counter() - began, 3)
-    summary["tokens_per_second"] = round(log.tokens_per_second, 1)
-    save_file(flat_params(state.outer_params), run_dir / "outer_params.safetensors")
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return Result(run_dir, state, summary)
+        def save(state: DiLoCoState) -> None:
+            extras = {"data": batches.get_state(), "log_bytes": resuming.log_bytes(run_dir)}
+            checkpoints.save(recipe.diloco, state, settings=settings, extras=extras)
+
+        if step is None:
+            save(state)
+            checkpoints.wait()  # from here on there is always something to go on from
+        else:
+            like = jax.tree.map(resuming.abstract, state)
+            del state  # before the restored one takes its place
+            state = resuming.load(
+                recipe, run_dir, step, like, batches, settings, mesh=mesh, allow_change=allow_change
+            )
+            if resume != "auto":
+                checkpoints.drop_after(step)
+        (run_dir / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
+        (run_dir / "versions.json").write_text(
+            json.dumps(versions() | {"corpus": corpus.digest}, indent=2) + "\n"
+        )
+        (run_dir / "summary.json").unlink(missing_ok=True)
+
+        log = RunLog(
+            run_dir / "metrics.jsonl", steps=recipe.train.steps, start=step or 0, show=progress
+        )
+        log.set_tokens(resuming.tokens(run_dir, recipe.diloco.num_islands))
+        try:
+            log.say(f"{recipe.name}: {corpus.train.size:,} bytes of {corpus.name} to train on")
+            if step is not None:
+                log.say(f"step {step}: going on from the checkpoint in {run_dir}")
+            state = _loop(
+                recipe, program, state, batches, tokens, log, mesh, save, save_every, stop
+            )
+            if stop.is_set():
+                checkpoints.wait()
+                log.say(
+                    f"step {int(state.step)}: SIGTERM; saved, the same command goes on from here"
+                )
+                return Result(run_dir, state, {"stopped_at": int(state.step)})
+            state, summary = _finish(recipe, program, state, tokens, log)
+        finally:
+            log.close()
+        summary["unigram_entropy"] = round(data.unigram_entropy(corpus), 4)
+        summary["seconds"] = round(time.perf_counter() - began, 3)
+        summary["tokens_per_second"] = round(log.tokens_per_second, 1)
+        checkpoints.wait()
+        export.to_safetensors(state.outer_params, run_dir / "outer_params.safetensors")
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        return Result(run_dir, state, summary)
 
 
 def open_batches(recipe: Recipe, corpus: data.Corpus) -> data.IslandBatches:
@@ -191,17 +245,29 @@ def _loop(
     held_out: np.ndarray,
     log: RunLog,
     mesh: Mesh | None,
+    save: Callable[[DiLoCoState], None],
+    save_every: int,
+    stop: threading.Event,
 ) -> DiLoCoState:
-    period, every = recipe.diloco.sync_period, recipe.train.eval_every
+    period, every, last = recipe.diloco.sync_period, recipe.train.eval_every, recipe.train.steps
     measure_every = period * math.ceil(every / period)
-    for step in range(int(state.step) + 1, recipe.train.steps + 1):
+    skipped = np.asarray(state.skipped).tolist()
+    for step in range(int(state.step) + 1, last + 1):
         batch = _put(next(batches), mesh)
         if step % measure_every == 0:
             log.add("outer", step, program.measure(state, batch))
         state, metrics = program.step(state, batch)
-        _check(recipe, log.add("train", step, metrics))
-        if step % every == 0 and step < recipe.train.steps:
-            _check(recipe, log.add("eval", step, program.evaluate(state, held_out)))
+        skipped = _check(recipe, log.add("train", step, metrics), state, skipped, log)
+        if step % every == 0 and step < last:
+            records = log.add("eval", step, program.evaluate(state, held_out))
+            skipped = _check(recipe, records, state, skipped, log)
+        stopping = stop.is_set()
+        if stopping or step % save_every == 0 or step == last:
+            # What is saved is checked first, and its records are in the log.
+            skipped = _check(recipe, log.drain(), state, skipped, log)
+            save(state)
+        if stopping:
+            break
     return state
 
 
@@ -210,6 +276,7 @@ def _finish(
 ) -> tuple[DiLoCoState, dict[str, Any]]:
     """Evaluates, sends what no island has sent yet, and evaluates again."""
     config, steps = recipe.diloco, recipe.train.steps
+    skipped = np.asarray(state.skipped).tolist()
     log.add("eval", steps, program.evaluate(state, held_out))
     plan = schedule(config)
     up_to_date = config.num_fragments == 1 and config.overlap_steps == 0 and plan.sends(steps)
@@ -220,7 +287,13 @@ def _finish(
         state = program.flush(state)
         log.add("eval", steps, program.evaluate(state, held_out))
     records = log.drain()
-    _check(recipe, records)
+    sent = {
+        "kind": "train",
+        "step": steps,
+        "loss": [],
+        "skipped": np.asarray(state.skipped).tolist(),
+    }
+    _check(recipe, [sent], state, skipped, log)
     losses = [r["outer_loss"] for r in records if r["kind"] == "eval"]
     return state, {
         "steps": steps,
@@ -232,18 +305,36 @@ def _finish(
     }
 
 
-def _check(recipe: Recipe, records: list[dict[str, Any]]) -> None:
-    """Stops the run at the first loss that is not finite, unless bad islands are to be skipped."""
-    if recipe.diloco.on_bad_island == "skip":
-        return
+def _check(
+    recipe: Recipe,
+    records: list[dict[str, Any]],
+    state: DiLoCoState,
+    skipped: list[int],
+    log: RunLog,
+) -> list[int]:
+    """Stops the run at the first island that is not finite, unless such islands are to be left out.
+
+    Returns the counts of `state.skipped` that were seen last.
+    """
     for record in records:
-        losses = record["loss"] if record["kind"] == "train" else []
-        for island, value in enumerate(losses):
-            if value is None:
+        if record["kind"] != "train":
+            continue
+        losses, before, skipped = record["loss"], skipped, record["skipped"]
+        lost = [m for m, loss in enumerate(losses) if loss is None]
+        refused = [m for m, (a, b) in enumerate(zip(before, skipped, strict=True)) if b > a]
+        for islands, what in ((lost, "loss"), (refused, "pseudo-gradient")):
+            if islands and recipe.diloco.on_bad_island == "error":
+                leaf = dict(joining.bad_leaves(state)).get(islands[0], "none any more")
                 raise ValueError(
-                    f"the loss of island {island} is not finite at step {record['step']}; lower "
-                    "train.learning_rate, or leave such islands out with diloco.on_bad_island=skip"
+                    f"the {what} of island {islands[0]} is not finite at step {record['step']}; lower "
+                    "train.learning_rate, or leave such islands out with diloco.on_bad_island=skip "
+                    f"(its first leaf that is not finite: {leaf})"
                 )
+        if refused:
+            log.say(
+                f"step {record['step']}: islands {refused} are not finite and left out of the mean"
+            )
+    return skipped
 
 
 def _put(batch: np.ndarray, mesh: Mesh | None) -> Any:
@@ -251,20 +342,6 @@ def _put(batch: np.ndarray, mesh: Mesh | None) -> Any:
     return (
         batch if mesh is None else jax.device_put(batch, NamedSharding(mesh, P("islands", "fsdp")))
     )
-
-
-def flat_params(params: Any) -> dict[str, np.ndarray]:
-    """Returns a parameter tree as one dict of arrays, its keys joined by dots.
-
-    Example:
-        >>> list(flat_params({"layers": {"wq": np.ones(2)}}))
-        ['layers.wq']
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.ascontiguousarray(leaf)
-        for path, leaf in leaves
-    }
 
 
 def versions() -> dict[str, str]:
