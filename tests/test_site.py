@@ -68,9 +68,16 @@ CONTRAST = r"""
     const [r, g, b] = rgb(c).map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
-  const page = luminance(getComputedStyle(document.body).backgroundColor);
+  const behind = e => {  // the first ancestor that is not transparent
+    for (; e; e = e.parentElement) {
+      const color = getComputedStyle(e).backgroundColor;
+      if (!/, 0\)$/.test(color) && color !== 'transparent') return color;
+    }
+    return 'rgb(255, 255, 255)';
+  };
   const found = new Set();
   for (const text of document.querySelectorAll('.diloco-figure text')) {
+    const page = luminance(behind(text.closest('.diloco-figure')));
     const own = luminance(getComputedStyle(text).fill);
     const ratio = (Math.max(own, page) + 0.05) / (Math.min(own, page) + 0.05);
     if (ratio < 4.5) found.add('figure text ' + getComputedStyle(text).fill + ' has contrast ' + ratio.toFixed(1));
