@@ -60,9 +60,12 @@ def mirror(optimizer: optax.GradientTransformation, params: Any) -> list[int]:
             optimizer, lambda _, i: i, state, places, transform_non_params=lambda _: -1
         )
         labels = jax.tree.leaves(labels)
-    except (TypeError, ValueError) as error:
+    except (
+        Exception
+    ) as error:  # whatever an optimizer raises when it is shown a tree of another kind
         raise ValueError(
-            f"the state of the outer optimizer does not mirror the parameters ({error}); use for example optax.sgd or optax.adam"
+            "the state of the outer optimizer does not mirror the parameters, so it cannot be cut into fragments; "
+            "use for example optax.sgd or optax.adam"
         ) from error
     for label, leaf in zip(labels, jax.tree.leaves(state), strict=True):
         if leaf.shape != (leaves[label].shape if label >= 0 else ()):

@@ -117,7 +117,8 @@ def build_train_step(
     Returns:
         `train_step(state, batch) -> (state, metrics)`, a pure function for `jax.jit(..., donate_argnums=0)` or `jax.lax.scan`.
         Batch leaves are `[M, ...]` (see `diloco.sharding.split_batch`), and so are those of the metrics: nothing is
-        reduced over islands. It raises `ValueError` when traced with a batch or state of another number of islands, or
+        reduced over islands. On a mesh `jax.jit(..., out_shardings=(state_sharding(...), None))` keeps every leaf where it
+        is. It raises `ValueError` when traced with a batch or state of another number of islands, or
         if `inner_step` changes the structure, a shape or a type of the state.
 
     Raises:
@@ -139,6 +140,7 @@ def build_train_step(
     check_mesh(config, mesh)
     table = np.array(schedule(config).send_table(), np.int32)
 
+    @jax.jit  # so that it also runs outside of the caller's own jit
     @drjax.program(placements={AXIS: config.num_islands})
     def train_step(state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
         _check_leading(
