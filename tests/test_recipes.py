@@ -42,7 +42,7 @@ def test_overrides_are_read_by_the_type_of_the_field():
         ],
     )
     assert recipe.diloco == DiLoCoConfig(
-        num_islands=4, sync_period=30, outer_learning_rate=1.0, error_feedback=True
+        num_islands=4, sync_period=20, outer_learning_rate=1.0, error_feedback=True
     )
     assert isinstance(recipe.diloco.outer_learning_rate, float)
     assert (recipe.data.split, recipe.data.corpus) == ("non-iid", 'a = "b".txt')
@@ -79,7 +79,7 @@ def test_strings_with_quotes_control_characters_and_no_ascii_survive(tmp_path):
         ("train.global_batch_size=15", ValueError, "15 is not divisible by .* 2; use 14 or 16"),
         ("train.global_batch_size=1", ValueError, "1 is not divisible by .* 2; use 2$"),
         ("diloco.sync_period=0", ValueError, "sync_period 0 is below 1"),
-        ("diloco.num_fragments=31", ValueError, "num_fragments 31 exceeds sync_period 30"),
+        ("diloco.num_fragments=31", ValueError, "num_fragments 31 exceeds sync_period 20"),
         ("diloco.error_feedback=1", TypeError, "use true or false"),
         ("data.split=mixed", ValueError, "data.split 'mixed' is not known; use one of iid"),
         ("data.sequence_length=0", ValueError, "data.sequence_length 0 is below 1"),

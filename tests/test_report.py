@@ -58,7 +58,7 @@ def test_results_and_differences_are_the_runs(page):
     text = re.sub(r"<[^>]+>", "|", page)
     assert f"{7 / 40:.4f}" in text
     assert "40 of 40" in text
-    assert re.search(r"diloco\.sync_period\|+1\|+30\|", text)
+    assert re.search(r"diloco\.sync_period\|+1\|+20\|", text)
     assert re.search(r"diloco\.num_islands\|+1\|+2\|", text)
     assert "train.learning_rate" not in text
 

@@ -7,11 +7,13 @@ import contextlib
 import functools
 import io
 import json
+import logging
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -24,13 +26,24 @@ Overrides = Annotated[
     tyro.conf.UseAppendAction,
     tyro.conf.arg(metavar="SECTION.KEY=VALUE"),
 ]
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
 
 
-def train(recipe: Name, *, set: Overrides = (), data: File = None, run_dir: Folder = None) -> None:
-    """Trains a recipe on this machine and writes a run directory.
+def train(
+    recipe: Name,
+    *,
+    set: Overrides = (),
+    data: File = None,
+    run_dir: Folder = None,
+    save_every: int = 50,
+    keep: int = 2,
+    resume: Annotated[str, tyro.conf.arg(metavar="never|auto|STEP")] = "auto",
+    allow_change: Flag = False,
+) -> None:
+    """Trains a recipe on this machine and writes a run directory; goes on where an interrupted run was saved.
 
     Example: diloco train laptop-diloco --set train.steps=120 --run-dir runs/short
 
@@ -39,11 +52,34 @@ def train(recipe: Name, *, set: Overrides = (), data: File = None, run_dir: Fold
         set: Changes a value of the recipe; give it once or more.
         data: UTF-8 text to train on, a file or a folder, .gz too; instead of the recipe's corpus.
         run_dir: Where the run is written; runs/RECIPE if not given.
+        save_every: Inner steps between two checkpoints.
+        keep: Newest checkpoints to keep.
+        resume: auto goes on from the newest intact checkpoint if there is one, never starts a run, a number goes
+            back to the checkpoint of that step.
+        allow_change: Goes on although the recipe differs from the one that was saved.
     """
     from diloco.recipes import load_recipe
+    from diloco.train import device_mesh
     from diloco.train import train as run
 
-    run(load_recipe(recipe, _flat(set, data)), run_dir, progress=True)
+    if resume not in ("auto", "never") and not resume.isdecimal():
+        raise ValueError(
+            f"--resume {resume} is not known; use never, auto or the step of a checkpoint"
+        )
+    settings = load_recipe(recipe, _flat(set, data))
+    # The storage library reports an error in its threads too; we say it once, in a line.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    threading.excepthook = lambda _: None
+    run(
+        settings,
+        run_dir,
+        mesh=device_mesh(settings),
+        progress=True,
+        save_every=save_every,
+        keep=keep,
+        resume=int(resume) if resume.isdecimal() else resume,
+        allow_change=allow_change,
+    )
 
 
 def report(
@@ -97,11 +133,35 @@ def recipe(
     print(targets.render(load_recipe(name, _flat(set)), target), end="")
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
+def compile(name: Name, *, json: Flag = False, set: Overrides = ()) -> None:
+    """Compiles a recipe for its TPU topology, without a TPU, and reports memory and traffic.
+
+    Example: diloco compile qwen3-8b-streaming-v5p-128x2 --json
+
+    Args:
+        name: A name that `diloco recipes` lists, or the path of a .toml file.
+        json: Print JSON in place of a table.
+        set: Changes a value of the recipe; give it once or more.
+    """
+    from diloco.tpu import compile_command
+
+    print(compile_command(name, json, tuple(_flat(set))))
+
+
+def plan() -> Callable[..., None]:
+    """Says whether a link hides the exchanges of a run, and what to change if not."""
+    from diloco.plan import plan_command
+
+    return plan_command
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {
     "train": train,
     "report": report,
     "recipes": recipes,
     "recipe": recipe,
+    "plan": plan,
+    "compile": compile,
 }
 
 
@@ -136,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parse(command: str, words: list[str]) -> Callable[[], None]:
     """Binds the arguments; what tyro would print in a frame becomes one line."""
-    function = COMMANDS[command]
+    function = plan() if command == "plan" else COMMANDS[command]
     bind = functools.wraps(function)(
         lambda *args, **kwargs: functools.partial(function, *args, **kwargs)
     )

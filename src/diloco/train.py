@@ -108,7 +108,7 @@ def device_mesh(recipe: Recipe) -> Mesh | None:
     if devices % islands:
         raise ValueError(
             f"{devices} devices do not divide into diloco.num_islands {islands}; "
-            f"use a number of islands that divides {devices}"
+            f"use a number of islands that divides {devices}, or show JAX fewer devices"
         )
     sequences, each = recipe.train.global_batch_size // islands, devices // islands
     if sequences % each:
@@ -159,13 +159,14 @@ def train(
     run_dir = Path(run_dir) if run_dir is not None else Path("runs") / recipe.name
     if save_every < 1:
         raise ValueError(f"save_every {save_every} is below 1; use 1 or more inner steps")
+    # Before anything is written: a mistake in the recipe leaves no directory behind.
+    corpus = data.load_corpus(recipe.data.corpus)
+    batches, tokens = open_batches(recipe, corpus), _held_out(recipe, corpus)
     with (
         Checkpoints(run_dir / "checkpoints", keep=keep) as checkpoints,
         resuming.stop_signal() as stop,
     ):
         step = resuming.place(recipe, run_dir, resume)
-        corpus = data.load_corpus(recipe.data.corpus)
-        batches, tokens = open_batches(recipe, corpus), _held_out(recipe, corpus)
         program, state = build(recipe, mesh), start(recipe, mesh)
         settings = resuming.settings(recipe, corpus)
 
