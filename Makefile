@@ -7,7 +7,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 SITE   := docs/_build/html
 PAGES  := $(wildcard README.md docs/*.md docs/*/*.md)
-CODE   := src tests docs benchmarks tutorials
+CODE   := $(wildcard src tests docs benchmarks tutorials)
+PROSE  := $(wildcard *.md conf)
 
 export JAX_PLATFORMS ?= cpu
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -52,7 +53,7 @@ browser: site  ## Open every built page in chromium: errors, formulas, links, ph
 lint: $(STAMP)  ## Check style, formatting and spelling
 	$(BIN)/python -m ruff check $(CODE)
 	$(BIN)/python -m ruff format --check $(CODE)
-	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md conf $(CODE)
+	$(BIN)/codespell $(PROSE) $(CODE)
 
 clean:  ## Remove what was built; .venv stays
 	rm -rf docs/_build docs/reference/generated build dist .pytest_cache .ruff_cache .hypothesis
