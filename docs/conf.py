@@ -14,7 +14,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-os.environ.setdefault("PYTHONWARNINGS", "ignore:.*without encryption.*")
 
 from fingerprint import fingerprint
 
