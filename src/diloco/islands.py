@@ -198,15 +198,22 @@ def bad_leaves(state: DiLoCoState) -> list[tuple[int, str]]:
         >>> bad_leaves(state._replace(inner={"params": {"w": jnp.array([[0.0, 1.0], [0.0, jnp.inf]])}}))
         [(1, 'params/w')]
     """
-    leaves = manifests.named_leaves(state.inner)
+    finite = jax.device_get(_finite(manifests.named_leaves(state.inner)))
     bad: dict[int, str] = {}
-    for name in sorted(leaves, key=lambda name: "params" not in name.split("/")):
-        leaf = leaves[name]
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            finite = jnp.isfinite(leaf).reshape(leaf.shape[0], -1).all(1)
-            for island in np.flatnonzero(~np.asarray(finite)):
-                bad.setdefault(int(island), name)
+    for name in sorted(finite, key=lambda name: "params" not in name.split("/")):
+        for island in np.flatnonzero(~finite[name]):
+            bad.setdefault(int(island), name)
     return sorted(bad.items())
+
+
+@jax.jit
+def _finite(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Says for each floating-point leaf `[M, ...]` which islands have it finite, `[M]`."""
+    return {
+        name: jnp.isfinite(x).reshape(x.shape[0], -1).all(1)
+        for name, x in leaves.items()
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    }
 
 
 def _island_spec(leaf: jax.Array) -> P:

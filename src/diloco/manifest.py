@@ -63,6 +63,13 @@ def describe(
 def fragments_digest(config: DiLoCoConfig, outer_params: Any) -> str:
     """Digests which parameter lies in which fragment, as the code that runs computes it.
 
+    Args:
+        config: The algorithm.
+        outer_params: Theta, arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        SHA-256 in hexadecimal digits.
+
     Example:
         >>> import jax.numpy as jnp
         >>> theta = {"layers": jnp.ones((4, 2)), "head": jnp.ones(2)}
@@ -155,7 +162,12 @@ def differences(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def write(folder: epath.Path, manifest: dict[str, Any]) -> None:
-    """Writes a manifest in one piece: it is there whole or not at all."""
+    """Writes a manifest in one piece: it is there whole or not at all.
+
+    Args:
+        folder: Of the step.
+        manifest: Fit for JSON; its own checksum is added.
+    """
     text = json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1)
     if "://" in str(folder):  # an object store shows an object once it is whole
         (folder / NAME).write_text(text)
@@ -205,7 +217,15 @@ def hash_files(folder: epath.Path) -> dict[str, list[Any]]:
 
 
 def damage(folder: epath.Path, manifest: Mapping[str, Any]) -> str:
-    """Says what is wrong with a checkpoint's files; empty if all are there, bit for bit."""
+    """Says what is wrong with a checkpoint's files.
+
+    Args:
+        folder: Of the step.
+        manifest: What `read` returns for it.
+
+    Returns:
+        One clause that names the file; empty if all files are there, bit for bit.
+    """
     data = folder / manifest["data"]
     if not data.exists():
         return f"{data} is missing"

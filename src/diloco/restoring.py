@@ -149,7 +149,18 @@ def load(folder: epath.Path, targets: Any) -> Any:
 
 
 def intact(root: epath.Path, step: int | None = None) -> tuple[epath.Path, dict[str, Any]]:
-    """Finds a checkpoint and checks its files: the one asked for, or the newest that is intact."""
+    """Finds a checkpoint and checks its files.
+
+    Args:
+        root: What `root_of` returns.
+        step: Which one; None takes the newest that is intact.
+
+    Returns:
+        The folder of the step, and its manifest.
+
+    Raises:
+        ValueError: If there is no such checkpoint, or it is damaged.
+    """
     found = steps(root)
     if not found or (step is not None and step not in found):
         have = f"those of steps {', '.join(map(str, found))}" if found else "none"
@@ -198,7 +209,15 @@ def target(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def as_wanted(loaded: jax.Array, leaf: Any) -> jax.Array:
-    """Makes random keys of their words, as the target wants them; leaves anything else as it is."""
+    """Makes random keys of their words, as the target wants them; leaves anything else as it is.
+
+    Args:
+        loaded: What was read for `target(leaf)`.
+        leaf: The leaf that is wanted, an array or `jax.ShapeDtypeStruct`.
+
+    Returns:
+        An array of the type of `leaf`.
+    """
     if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return loaded
     found = []

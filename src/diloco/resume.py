@@ -24,7 +24,15 @@ Resume = Literal["auto", "never"] | int
 
 
 def settings(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
-    """Returns what must be the same when a run goes on, besides the algorithm: the text counts by its content."""
+    """Returns what must be the same when a run goes on, besides the algorithm: the text counts by its content.
+
+    Args:
+        recipe: Of the run.
+        corpus: What it trains on.
+
+    Returns:
+        The settings for `diloco.save` and `diloco.restore`.
+    """
     data = dataclasses.asdict(recipe.data) | {"corpus": corpus.digest}
     return {
         "model": dataclasses.asdict(recipe.model),
@@ -136,7 +144,15 @@ def log_bytes(run_dir: Path) -> int:
 
 
 def tokens(run_dir: Path, num_islands: int) -> list[int]:
-    """Returns the tokens each island has seen, from the last line of the log; newcomers have seen none."""
+    """Reads the tokens each island has seen from the last line of the log; newcomers have seen none.
+
+    Args:
+        run_dir: The run directory.
+        num_islands: M.
+
+    Returns:
+        Tokens, one number an island; empty counts are zeros.
+    """
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     seen = json.loads(lines[-1])["tokens"] if lines else []
     return [*seen, *[0] * num_islands][:num_islands]

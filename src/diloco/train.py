@@ -266,6 +266,9 @@ def _loop(
         if stopping or step % save_every == 0 or step == last:
             # What is saved is checked first, and its records are in the log.
             skipped = _check(recipe, log.drain(), state, skipped, log)
+            bad = joining.bad_leaves(state)
+            if bad and recipe.diloco.on_bad_island == "error":
+                _stop("state", bad[0][0], step, state)
             save(state)
         if stopping:
             break
@@ -323,19 +326,22 @@ def _check(
         losses, before, skipped = record["loss"], skipped, record["skipped"]
         lost = [m for m, loss in enumerate(losses) if loss is None]
         refused = [m for m, (a, b) in enumerate(zip(before, skipped, strict=True)) if b > a]
-        for islands, what in ((lost, "loss"), (refused, "pseudo-gradient")):
-            if islands and recipe.diloco.on_bad_island == "error":
-                leaf = dict(joining.bad_leaves(state)).get(islands[0], "none any more")
-                raise ValueError(
-                    f"the {what} of island {islands[0]} is not finite at step {record['step']}; lower "
-                    "train.learning_rate, or leave such islands out with diloco.on_bad_island=skip "
-                    f"(its first leaf that is not finite: {leaf})"
-                )
+        if recipe.diloco.on_bad_island == "error" and (lost or refused):
+            what = "loss" if lost else "pseudo-gradient"
+            _stop(what, (lost or refused)[0], record["step"], state)
         if refused:
             log.say(
                 f"step {record['step']}: islands {refused} are not finite and left out of the mean"
             )
     return skipped
+
+
+def _stop(what: str, island: int, step: int, state: DiLoCoState) -> None:
+    leaf = dict(joining.bad_leaves(state)).get(island, "none any more")
+    raise ValueError(
+        f"the {what} of island {island} is not finite at step {step}; lower train.learning_rate, or leave such "
+        f"islands out with diloco.on_bad_island=skip (its first leaf that is not finite: {leaf})"
+    )
 
 
 def _put(batch: np.ndarray, mesh: Mesh | None) -> Any:

@@ -1,0 +1,63 @@
+"""Theta leaves: other software reads it with nothing of ours."""
+
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco import export
+
+
+THETA = {
+    "embed": np.arange(6, dtype=np.float32).reshape(3, 2),
+    "layers": [{"w.a": np.ones((2, 2), np.float32)}, {"w.a": np.zeros((2, 2), np.float32)}],
+    "scale": np.float32(2.5),
+}
+
+
+def run_elsewhere(code, path):
+    code = f"import sys\n{code}\nassert not any(m.startswith('diloco') for m in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[0]
+
+
+def test_safetensors_loads_elsewhere(tmp_path):
+    path = export.to_safetensors(THETA, tmp_path / "theta.safetensors")
+    shown = run_elsewhere(
+        "from safetensors.numpy import load_file\n"
+        "t = load_file(sys.argv[1])\n"
+        "print({k: (v.shape, float(v.sum())) for k, v in sorted(t.items())})",
+        path,
+    )
+    want = {
+        "embed": ((3, 2), 15.0),
+        "layers.0.w.a": ((2, 2), 4.0),
+        "layers.1.w.a": ((2, 2), 0.0),
+        "scale": ((), 2.5),
+    }
+    assert shown == str(want)
+    assert [p.name for p in tmp_path.iterdir()] == ["theta.safetensors"]
+
+
+def test_orbax_loads_elsewhere(tmp_path):
+    path = export.to_orbax(THETA, tmp_path / "theta")
+    shown = run_elsewhere(
+        "import orbax.checkpoint as ocp\n"
+        "t = ocp.StandardCheckpointer().restore(sys.argv[1])\n"
+        "print(float(t['embed'].sum()), float(t['layers']['0']['w.a'].sum()), t['scale'].shape)",
+        path,
+    )
+    assert shown == "15.0 4.0 ()"
+    with pytest.raises(ValueError, match="exists already; give another path"):
+        export.to_orbax(THETA, path)
+
+
+def test_a_failed_export_leaves_what_was_there(tmp_path):
+    path = export.to_safetensors({"w": jnp.ones(2)}, tmp_path / "theta.safetensors")
+    before = path.read_bytes()
+    with pytest.raises(Exception, match="object"):
+        export.to_safetensors({"w": np.array([object()])}, path)
+    assert path.read_bytes() == before
