@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from diloco import conf, events, links
+from diloco.cli import main
 from diloco.config import DiLoCoConfig
 from diloco.fragments import partition
 from diloco.models import decoder
@@ -210,6 +211,28 @@ def test_refusals(change, words):
         plan_command(**({"model": "tiny", "hardware": "laptop"} | change))
     assert words in str(error.value) and "\n" not in str(error.value)
     assert ";" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hardware", "tpu-v9p"], "no hardware entry 'tpu-v9p'; did you mean tpu-v5p?"),
+        (["--gbit", "-5"], "gbit_per_second -5 is not positive and finite; use Gbit/s above 0"),
+        (["--fragments", "101"], "num_fragments 101 exceeds sync_period 100; use at most 100"),
+        (["--overlap-steps", "100"], "overlap_steps 100 is not below sync_period 100; use at most"),
+    ],
+)
+def test_command_refuses_in_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--model", "tiny", "--hardware", "laptop", *words])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and not out
+    assert err.startswith("diloco: error: ") and said in err and err.count("\n") == 1
+
+
+def test_command_prints_the_plan(capsys):
+    main(["plan", "laptop-diloco", "--gbit", "0.01", "--json"])
+    assert json.loads(capsys.readouterr().out)["gbit_per_second"] == 0.01
 
 
 def test_infinite_link_hides_all_but_latency():

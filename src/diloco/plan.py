@@ -16,6 +16,18 @@ from diloco.planner import Plan, plan
 from diloco.windows import Window
 
 
+def _option(metavar: str) -> Any:
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+Name = Annotated[str | None, _option("NAME")]
+Count = Annotated[int | None, _option("INT")]
+Number = Annotated[float | None, _option("FLOAT")]
+Pattern = Annotated[
+    Literal["strided", "sequential", "balanced"] | None, _option("{strided,sequential,balanced}")
+]
+
+
 def rows(found: Plan) -> list[tuple[str, str]]:
     """The plan as lines of a table, each with its unit.
 
@@ -158,19 +170,19 @@ def to_json(found: Plan) -> dict[str, Any]:
 def plan_command(
     recipe: Annotated[str | None, tyro.conf.Positional] = None,
     *,
-    model: str | None = None,
-    hardware: str | None = None,
-    islands: int | None = None,
-    sync_period: int | None = None,
-    fragments: int | None = None,
-    overlap_steps: int | None = None,
-    pattern: Literal["strided", "sequential", "balanced"] | None = None,
-    wire_format: str | None = None,
-    chips: int | None = None,
-    sequence_length: int | None = None,
-    sequences: int | None = None,
-    utilization: float | None = None,
-    gbit: float | None = None,
+    model: Name = None,
+    hardware: Name = None,
+    islands: Count = None,
+    sync_period: Count = None,
+    fragments: Count = None,
+    overlap_steps: Count = None,
+    pattern: Pattern = None,
+    wire_format: Name = None,
+    chips: Count = None,
+    sequence_length: Count = None,
+    sequences: Count = None,
+    utilization: Number = None,
+    gbit: Number = None,
     latency_ms: float = 0.0,
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
 ) -> None:
@@ -257,7 +269,7 @@ def plan_command(
         return
     title = f"{model} on {config.num_islands} islands of {chip.title} (simulated)"
     for part in render(found, title, decoder_config):
-        Console(highlight=False, markup=False).print(part)
+        Console(highlight=False, markup=False, force_jupyter=False).print(part)
 
 
 def _chips(topology: str) -> int:
