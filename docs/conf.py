@@ -49,7 +49,7 @@ nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
 # path, and a new path makes Sphinx read every page again.
 nb_execution_mode = os.environ.get("NB_EXECUTION_MODE", "cache")
 nb_execution_cache_path = str(HERE / "_build" / "jupyter_cache" / fingerprint(HERE.parent))
-nb_execution_timeout = 300
+nb_execution_timeout = 600
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True
