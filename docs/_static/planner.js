@@ -25,17 +25,17 @@ const DilocoPlanner = (() => {
 
   /* difflib.SequenceMatcher(None, a, b).ratio(): twice the characters in matching blocks. */
   function ratio(a, b) {
-    const matches = (aLow, aHigh, bLow, bHigh) => {
-      let [bestA, bestB, size] = [aLow, bLow, 0];
-      for (let i = aLow; i < aHigh; i++)
-        for (let j = bLow; j < bHigh; j++) {
+    const matches = (aFrom, aTo, bFrom, bTo) => {
+      let [bestA, bestB, size] = [aFrom, bFrom, 0];
+      for (let i = aFrom; i < aTo; i++)
+        for (let j = bFrom; j < bTo; j++) {
           let k = 0;
-          while (i + k < aHigh && j + k < bHigh && a[i + k] === b[j + k]) k++;
+          while (i + k < aTo && j + k < bTo && a[i + k] === b[j + k]) k++;
           if (k > size) [bestA, bestB, size] = [i, j, k];
         }
       if (!size) return 0;
-      return size + matches(aLow, bestA, bLow, bestB)
-        + matches(bestA + size, aHigh, bestB + size, bHigh);
+      return size + matches(aFrom, bestA, bFrom, bestB)
+        + matches(bestA + size, aTo, bestB + size, bTo);
     };
     return (2 * matches(0, a.length, 0, b.length)) / (a.length + b.length || 1);
   }
