@@ -37,9 +37,9 @@ VERDICTS = {
 class Plan:
     """What a configuration costs. Rates are of one island, one way, unless they say otherwise."""
 
-    diloco: DiLoCoConfig
-    chips_per_island: int
-    hosts_per_island: int
+    diloco: DiLoCoConfig  # the algorithm
+    chips_per_island: int  # over which its state is sharded
+    hosts_per_island: int  # whose links together are the island's
     parameters: int  # of the model
     active_parameters: int  # that one token meets
     tokens_per_island_step: int  # tokens of one inner step of one island
@@ -54,7 +54,7 @@ class Plan:
     sent_bytes_per_period: float  # that one island sends in H steps
     average_gbit_per_second: float  # over a period
     peak_gbit_per_second: float  # the largest fragment in V steps, or in one if V = 0
-    peak_gbit_per_second_per_host: float
+    peak_gbit_per_second_per_host: float  # the same, what one host sends
     zero_stall_gbit_per_second: float  # no island ever waits; infinite if V = 0
     needed_gbit_per_second: dict[str, float]  # for each of TARGETS; infinite if latency forbids it
     gbit_per_second: float  # of the link that is planned for
@@ -94,6 +94,10 @@ def fragment_payloads(model: decoder.DecoderConfig, config: DiLoCoConfig) -> lis
 
 def check_count(name: str, value: int) -> None:
     """Refuses what is no whole number from 1 up.
+
+    Args:
+        name: Of the argument.
+        value: To check.
 
     Raises:
         TypeError: If it is not a whole number.

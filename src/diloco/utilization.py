@@ -154,7 +154,14 @@ def simulate_table(
 
 
 def first_reaching(utilization: Sequence[float] | np.ndarray, target: float) -> int:
-    """First position with at least the target; the length if there is none.
+    """First position with at least the target.
+
+    Args:
+        utilization: Shares, at rising bandwidths.
+        target: A share.
+
+    Returns:
+        The position; the length if there is none.
 
     Example:
         >>> first_reaching([0.2, 0.6, 0.9], 0.5)
