@@ -113,8 +113,12 @@ def _hidden(config: DecoderConfig, params: dict[str, Any], tokens_BxS: Array, co
     return x_BxSxD, jax.tree.map(jnp.mean, report)
 
 
-def _logits(params: dict[str, Any], x_BxSxD: Array, constrain: Constrain) -> Array:
-    head_DxV = params["head"].astype(x_BxSxD.dtype)
+def _head(config: DecoderConfig, params: dict[str, Any], constrain: Constrain) -> Array:
+    """Gathers the head once, so that a loop over blocks of the loss does not do it each time."""
+    return constrain(params["head"].astype(jnp.dtype(config.dtype)), None, "tensor")
+
+
+def _logits(head_DxV: Array, x_BxSxD: Array, constrain: Constrain) -> Array:
     logits_BxSxV = jnp.einsum("bsd,dv->bsv", x_BxSxD, head_DxV, preferred_element_type=jnp.float32)
     return constrain(logits_BxSxV, _BATCH, None, "tensor")
 
@@ -143,7 +147,7 @@ def apply(
     """
     constrain = _constrain(mesh)
     x_BxSxD, _ = _hidden(config, params, tokens_BxS, constrain)
-    return _logits(params, x_BxSxD, constrain)
+    return _logits(_head(config, params, constrain), x_BxSxD, constrain)
 
 
 def loss(
@@ -190,10 +194,11 @@ def loss(
     constrain = _constrain(mesh)
     inputs_BxS, targets_BxS = tokens_BxS1[:, :-1], tokens_BxS1[:, 1:]
     x_BxSxD, report = _hidden(config, params, inputs_BxS, constrain)
+    head_DxV = _head(config, params, constrain)
     B, S = inputs_BxS.shape
 
     def sums(x_BxSxD: Array, targets_BxS: Array) -> tuple[Array, Array]:
-        logits_BxSxV = _logits(params, x_BxSxD, constrain)
+        logits_BxSxV = _logits(head_DxV, x_BxSxD, constrain)
         log_z_BxS = jax.nn.logsumexp(logits_BxSxV, axis=-1)
         target_BxS = jnp.take_along_axis(logits_BxSxV, targets_BxS[..., None], axis=-1)[..., 0]
         return jnp.sum(log_z_BxS - target_BxS), jnp.sum(jnp.square(log_z_BxS))
