@@ -57,7 +57,7 @@ def test_trace(path):
     train_step = jax.jit(diloco.build_train_step(config, inner_step))
     curvature = {k: jnp.asarray(v, jnp.float32) for k, v in trace["curvature"].items()}
     for t, row in enumerate(trace["trace"], start=1):
-        # curvature[leaf][m], target[leaf][t - 1][m]
+        # the recorded targets are one entry a step, of one entry an island
         target = {k: jnp.asarray(v[t - 1], jnp.float32) for k, v in trace["target"].items()}
         state, loss = train_step(state, {"curvature": curvature, "target": target})
         assert row["step"] == t == int(state.step)
