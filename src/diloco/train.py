@@ -92,7 +92,8 @@ def start(recipe: Recipe, mesh: Mesh | None = None) -> DiLoCoState:
         one["params"] = jax.tree.map(
             lambda p, s: jax.device_put(p, NamedSharding(mesh, s)), one["params"], specs
         )
-        one["opt_state"] = jax.jit(inner.optimizer(recipe.train).init)(one["params"])
+        # Not under jit, where zeros would forget how the parameters lie.
+        one["opt_state"] = inner.optimizer(recipe.train).init(one["params"])
     return spmd.init(recipe.diloco, one, mesh=mesh)
 
 
