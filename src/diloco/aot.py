@@ -101,7 +101,15 @@ def abstract_state(recipe: Recipe, mesh: Mesh) -> DiLoCoState:
 
 
 def abstract_batch(recipe: Recipe, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Returns the batch `[M, B / M, S + 1]` as a shape with its sharding."""
+    """Returns the batch of a step as a shape with its sharding.
+
+    Args:
+        recipe: Gives the islands, the sequences and their length.
+        mesh: The mesh it would lie on.
+
+    Returns:
+        int32 `[M, B / M, S + 1]`.
+    """
     islands = recipe.diloco.num_islands
     each = recipe.train.global_batch_size // islands
     shape = jax.ShapeDtypeStruct((islands, each, recipe.data.sequence_length + 1), jnp.int32)

@@ -101,6 +101,14 @@ def line_chart(series: Sequence[Series], *, x_label: str, y_label: str, alt: str
 def ticks(low: float, high: float, count: int) -> list[float]:
     """Returns round values that cover a range: multiples of 1, 2 or 5 times a power of ten.
 
+    Args:
+        low: Start of the range.
+        high: Its end.
+        count: Steps that the values should have at most.
+
+    Returns:
+        The values, in order.
+
     Example:
         >>> ticks(0.0, 270.0, 5)
         [0.0, 100.0, 200.0, 300.0]

@@ -51,6 +51,13 @@ def names(kind: str) -> list[str]:
 def nearest(word: str, known: list[str]) -> str:
     """Returns the remedy for an unknown word: the nearest known one, or all of them.
 
+    Args:
+        word: What was given.
+        known: What could have been.
+
+    Returns:
+        The end of a message.
+
     Example:
         >>> nearest("sync_perod", ["sync_period", "num_islands"])
         'did you mean sync_period?'

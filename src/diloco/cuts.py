@@ -48,6 +48,13 @@ class Group(NamedTuple):
 def cut_shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
     """Returns the shape of a leaf's part in a fragment.
 
+    Args:
+        shape: The leaf's own shape.
+        cut: Its cut.
+
+    Returns:
+        The shape that `take` returns.
+
     Example:
         >>> cut_shape((6, 4), Cut(0, 0, 3, 1, True))
         (3, 4)
@@ -81,7 +88,19 @@ def look_up(group: Group, position: jax.Array) -> list[jax.Array]:
 
 
 def row(table: np.ndarray, i: jax.Array) -> jax.Array:
-    """Returns `table[i]` for a constant table and an index that is never negative, in one operation."""
+    """Returns `table[i]` in one operation of the compiled program.
+
+    Args:
+        table: A constant table of whole numbers, `[n, ...]`.
+        i: Its row, int32, 0 to n - 1.
+
+    Returns:
+        int32 `[...]`.
+
+    Example:
+        >>> row(np.array([[1, 2], [3, 4]]), jnp.int32(1)).tolist()
+        [3, 4]
+    """
     return jax.lax.dynamic_index_in_dim(
         jnp.asarray(table, jnp.int32), i, keepdims=False, allow_negative_indices=False
     )

@@ -199,6 +199,10 @@ class IslandBatches(grain.DatasetIterator[np.ndarray]):
     Its state is `{"deals": [[num_islands, batch_size, steps], ...]}`, the last deal being the current
     one. A state of another number of islands or batch size may be set: the examples that no island
     has drawn yet are dealt again.
+
+    Args:
+        deal: How the examples are dealt now.
+        islands: The islands whose batches are wanted; None for all.
     """
 
     def __init__(self, deal: _Deal, islands: Sequence[int] | None = None):

@@ -164,6 +164,13 @@ def build_measure(recipe: Recipe, mesh: Mesh | None = None):
     """Returns `measure(state, batch)`: the divergence after one more inner step, before anything is sent.
 
     It repeats the inner step, so that the train step need not return what only a plot wants.
+
+    Args:
+        recipe: Model and settings.
+        mesh: A mesh with an `islands` axis; None for one device.
+
+    Returns:
+        The function; its values are the norm of the mean pseudo-gradient and the cosine between islands.
     """
     inner_step = build_step(recipe, mesh)
 
@@ -175,7 +182,15 @@ def build_measure(recipe: Recipe, mesh: Mesh | None = None):
 
 
 def build_evaluate(recipe: Recipe, mesh: Mesh | None = None):
-    """Returns `evaluate(state, tokens_KxBxS1)`: the held-out cross entropy of Theta and of each island."""
+    """Returns `evaluate(state, tokens_KxBxS1)`: the held-out cross entropy of Theta and of each island.
+
+    Args:
+        recipe: Model and settings.
+        mesh: A mesh with an `islands` axis; None for one device.
+
+    Returns:
+        The function; its values are in nats a token.
+    """
 
     def loss(params: Any, tokens_KxBxS1: Array) -> Array:
         def add(total: Array, tokens_BxS1: Array):

@@ -18,6 +18,13 @@ class DiLoCoState(NamedTuple):
         step: t, completed inner steps, int32.
         residual: What error feedback still owes, params-like `[M, ...]` float32; None without it.
         skipped: int32 `[M]`, sends at which an island's pseudo-gradient was not finite.
+
+    Example:
+        >>> import diloco
+        >>> config = diloco.DiLoCoConfig(num_islands=3, sync_period=4)
+        >>> state = diloco.init(config, {"params": jnp.zeros(5)})
+        >>> state.inner["params"].shape, state.outer_params.shape, int(state.step)
+        ((3, 5), (5,), 0)
     """
 
     inner: Any

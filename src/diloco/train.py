@@ -85,7 +85,15 @@ def build(recipe: Recipe, mesh: Mesh | None = None) -> Program:
 
 
 def start(recipe: Recipe, mesh: Mesh | None = None) -> DiLoCoState:
-    """Returns the state at step 0, on the mesh."""
+    """Returns the state at step 0, on the mesh.
+
+    Args:
+        recipe: Model and settings.
+        mesh: A mesh with an `islands` axis; None for one device.
+
+    Returns:
+        The state.
+    """
     one = inner.init(recipe)
     if mesh is not None:
         specs = decoder.param_specs(recipe.model, mesh.axis_names)
@@ -222,7 +230,15 @@ def train(
 
 
 def open_batches(recipe: Recipe, corpus: data.Corpus) -> data.IslandBatches:
-    """Returns the batches of a run from its first step on, `[M, B / M, S + 1]` each."""
+    """Returns the batches of a run from its first step on.
+
+    Args:
+        recipe: Gives the islands, the sequences, their length, the split and the seed.
+        corpus: The text.
+
+    Returns:
+        An endless iterator of `[M, B / M, S + 1]` tokens.
+    """
     return data.island_iterators(
         corpus,
         num_islands=recipe.diloco.num_islands,

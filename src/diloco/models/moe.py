@@ -21,6 +21,15 @@ from jax import Array, lax
 def capacity(group: int, num_experts: int, experts_per_token: int, capacity_factor: float) -> int:
     """Returns the slots one expert has for the tokens of one group.
 
+    Args:
+        group: Tokens of a group.
+        num_experts: Experts.
+        experts_per_token: Experts that each token goes to.
+        capacity_factor: Slots over what an even load would need.
+
+    Returns:
+        Slots, at most one a token.
+
     Example:
         >>> capacity(512, 128, 8, 1.25)
         40
@@ -87,7 +96,10 @@ def mixture_of_experts(
     x_TxGxD = x_BxSxD.reshape(B * S // G, G, D)
 
     logits_TxGxE = jnp.einsum(
-        "tgd,de->tge", x_TxGxD.astype(jnp.float32), router_DxE.astype(jnp.float32)
+        "tgd,de->tge",
+        x_TxGxD.astype(jnp.float32),
+        router_DxE.astype(jnp.float32),
+        precision="highest",  # a TPU would round the factors to bfloat16
     )
     probs_TxGxE = jax.nn.softmax(logits_TxGxE, axis=-1)
     weight_TxGxk, expert_TxGxk = lax.top_k(probs_TxGxE, k)

@@ -103,11 +103,17 @@ class DecoderConfig:
 
 
 class Leaf(NamedTuple):
-    """One parameter."""
+    """One parameter.
+
+    Attributes:
+        shape: Its shape.
+        std: Deviation of its normal start; 0 is a norm's scale, which starts at one.
+        axes: Mesh axis (or a tuple of them) along which each dimension is cut.
+    """
 
     shape: tuple[int, ...]
-    std: float  # of its normal start; 0 is a norm's scale, which starts at one
-    axes: tuple[Any, ...]  # mesh axis (or a tuple of them) along which each dimension is cut
+    std: float
+    axes: tuple[Any, ...]
 
 
 def leaves(config: DecoderConfig) -> dict[str, Any]:
@@ -133,7 +139,8 @@ def leaves(config: DecoderConfig) -> dict[str, Any]:
         F = c.expert_dim
         layers["router"] = Leaf((L, D, E), D**-0.5, (None, "fsdp", None))
         up = Leaf((L, E, D, F), D**-0.5, (None, "expert", "fsdp", "tensor"))
-        down_axes = (None, "expert", ("tensor", "fsdp"), None)
+        # Not along F: its 768 rows over 64 chips are 12, and TPU memory pads rows to 8.
+        down_axes = (None, ("expert", "fsdp"), "tensor", None)
         down = Leaf((L, E, F, D), residual * F**-0.5, down_axes)
     else:
         F = c.mlp_dim
@@ -210,6 +217,13 @@ def active_parameters(config: DecoderConfig) -> int:
 
 def present(axes: tuple[Any, ...], axis_names: tuple[str, ...]) -> PartitionSpec:
     """Makes a `PartitionSpec` of the axes a mesh has, and drops the others.
+
+    Args:
+        axes: Mesh axes wanted for each dimension.
+        axis_names: Axes of the mesh.
+
+    Returns:
+        The specification.
 
     Example:
         >>> tuple(present(("layer", ("tensor", "fsdp"), None), ("islands", "fsdp")))
