@@ -8,6 +8,7 @@ in a process of its own, since it takes over the one it is loaded into.
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -180,25 +181,33 @@ def _topology(recipe: Recipe) -> str:
         raise ValueError(
             f"recipe {recipe.name} names no TPU; add hardware.topology, such as v5p:4x4x4"
         )
-    if not _TOPOLOGY.fullmatch(recipe.hardware.topology):
+    return recipe.hardware.topology
+
+
+def accelerator(topology: str) -> str:
+    """Returns the product's name of a slice, which for some chips counts TensorCores.
+
+    Example:
+        >>> accelerator("v5p:4x4x4"), accelerator("v5e:4x4")
+        ('v5p-128', 'v5litepod-16')
+    """
+    match = _TOPOLOGY.fullmatch(topology)
+    if not match:
         raise ValueError(
-            f"topology {recipe.hardware.topology!r} is not known; use v5p:4x4x4 or another size of "
+            f"topology {topology!r} is not known; use v5p:4x4x4 or another size of "
             f"{', '.join(_ACCELERATOR)}"
         )
-    return recipe.hardware.topology
+    kind, *sides = match.groups()
+    return f"{_ACCELERATOR[kind]}-{_CORES.get(kind, 1) * math.prod(int(s or 1) for s in sides)}"
 
 
 def _environment(topology: str) -> dict[str, str]:
     """What keeps libtpu quiet and off the network."""
-    kind, *sides = _TOPOLOGY.fullmatch(topology).groups()
-    cores = _CORES.get(kind, 1)
-    for side in sides:
-        cores *= int(side or 1)
     return {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": f"{_ACCELERATOR[kind]}-{cores}",
+        "TPU_ACCELERATOR_TYPE": accelerator(topology),
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
 
