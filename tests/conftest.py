@@ -10,7 +10,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     " --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
 
-import jax  # noqa: E402
+import jax
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

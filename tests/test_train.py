@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from diloco import data, inner, sharding
+from diloco import program as programs
 from diloco import train as training
 from diloco.models import decoder
 from diloco.recipes import load_recipe
@@ -228,10 +229,10 @@ def test_a_directory_that_holds_a_run_is_left_alone(run, small):
 
 
 def test_a_mesh_is_made_only_if_it_fits(small):
-    assert training.device_mesh(small()).shape == {"islands": 2, "fsdp": 4}
+    assert programs.device_mesh(small()).shape == {"islands": 2, "fsdp": 4}
     with pytest.raises(ValueError, match=r"8 devices do not divide into diloco\.num_islands 3"):
-        training.device_mesh(
+        programs.device_mesh(
             small("laptop-diloco", "diloco.num_islands=3", "train.global_batch_size=6")
         )
     with pytest.raises(ValueError, match=r"the 2 sequences of .* use train\.global_batch_size=8"):
-        training.device_mesh(small("laptop-diloco", "train.global_batch_size=4"))
+        programs.device_mesh(small("laptop-diloco", "train.global_batch_size=4"))

@@ -47,7 +47,8 @@ from safetensors.numpy import load_file
 from diloco import conf, figures, recipes, report
 from diloco.data import load_corpus
 from diloco.models import decoder
-from diloco.train import open_batches, train
+from diloco.program import open_batches
+from diloco.train import train
 
 
 print((conf.conf_dir() / "recipes" / "laptop-diloco.toml").read_text())

@@ -135,7 +135,9 @@ assert same_log and same_theta
 fig, ax = plt.subplots(figsize=(6.4, 3.4))
 for run, style, width in (("whole", "-", 5), ("killed", "--", 1.5)):
     rows = [r for r in steps_done(run) if r["kind"] == "train"]
-    label = "never interrupted" if run == "whole" else f"killed after step {died}, resumed at {saved}"
+    label = (
+        "never interrupted" if run == "whole" else f"killed after step {died}, resumed at {saved}"
+    )
     ax.plot(
         [r["step"] for r in rows],
         [sum(r["loss"]) / len(r["loss"]) for r in rows],

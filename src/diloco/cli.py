@@ -58,8 +58,8 @@ def train(
             back to the checkpoint of that step.
         allow_change: Goes on although the recipe differs from the one that was saved.
     """
+    from diloco.program import device_mesh
     from diloco.recipes import load_recipe
-    from diloco.train import device_mesh
     from diloco.train import train as run
 
     if resume not in ("auto", "never") and not resume.isdecimal():
