@@ -405,3 +405,19 @@ def test_mesh_that_does_not_fit_is_refused():
         make_mesh(3)
     with pytest.raises(ValueError, match="has an axis below 1"):
         make_mesh(0, fsdp=1)
+
+
+def test_parameters_may_contain_none():
+    """Equinox leaves None where a module held a function; the outer state has them too."""
+    config = diloco.DiLoCoConfig(
+        num_islands=2, sync_period=1, outer_learning_rate=1.0, outer_momentum=0.5
+    )
+    params = {"a": None, "w": jnp.zeros(2), "z": [None, jnp.ones(3)]}
+    step = diloco.build_train_step(
+        config, lambda s, b: (jax.tree.map(lambda p: p + b, s), {}), params=None
+    )
+    state, _ = step(diloco.init(config, {"params": params}), jnp.array([1.0, 3.0]))
+    assert jax.tree.structure(state.outer_params) == jax.tree.structure(params)
+    # Nesterov from rest: 1 + beta times the mean progress.
+    assert state.outer_params["w"].tolist() == [3.0, 3.0]
+    assert state.outer_opt_state[0].trace["z"][1].tolist() == [-2.0] * 3
