@@ -214,7 +214,9 @@ def _environment(topology: str) -> dict[str, str]:
 
 def _sentence(error: str, recipe: Recipe) -> str:
     """Turns the compiler's message into one sentence with its remedy."""
-    if used := re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", error):
+    used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", error)
+    used = used or re.search(r"\(([\d.]+\w)\) exceeds available HBM \(([\d.]+\w)\)", error)
+    if used:
         return (
             f"recipe {recipe.name} needs {used[1]} of a device's {used[2]} of memory; lower "
             "train.global_batch_size or data.sequence_length, or set model.remat and the blocks"
