@@ -3,6 +3,8 @@
 import functools
 import json
 import math
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -236,3 +238,32 @@ def test_a_mesh_is_made_only_if_it_fits(small):
         )
     with pytest.raises(ValueError, match=r"the 2 sequences of .* use train\.global_batch_size=8"):
         programs.device_mesh(small("laptop-diloco", "train.global_batch_size=4"))
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(run, small, tmp_path, monkeypatch, capsys):
+    program = training.build(small())
+
+    def step(state, batch):
+        if int(state.step) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return program.step(state, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "build", lambda recipe, mesh: program._replace(step=step))
+        stopped = training.train(small(), tmp_path / "run", progress=True)
+    assert stopped.summary == {"stopped_at": 5}
+    assert "step 5: SIGTERM; saved, the same command goes on from here" in capsys.readouterr().out
+    whole = training.train(small(), tmp_path / "run")
+    for name in ("metrics.jsonl", "outer_params.safetensors"):
+        assert (whole.run_dir / name).read_bytes() == (run.run_dir / name).read_bytes()
+
+
+def test_a_run_goes_back_to_a_named_step_or_refuses_to_resume(run, small, tmp_path):
+    first = training.train(small(), tmp_path / "run", save_every=4, keep=9)
+    again = training.train(small(), tmp_path / "run", save_every=4, keep=9, resume=8)
+    for name in ("metrics.jsonl", "outer_params.safetensors"):
+        assert (again.run_dir / name).read_bytes() == (run.run_dir / name).read_bytes()
+    with pytest.raises(ValueError, match="already holds a run"):
+        training.train(small(), first.run_dir, resume="never")
+    with pytest.raises(ValueError, match="7"):
+        training.train(small(), first.run_dir, resume=7)
