@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diloco
-from diloco import data, islands, wire
+from diloco import data, inner, islands, wire
 from diloco import train as training
 from diloco.manifest import named_leaves
 from diloco.recipes import load_recipe
@@ -331,7 +331,7 @@ def test_theta_never_turns_bad(wire_format, mesh):
 
 
 def test_a_bad_island_stops_the_run_with_its_name_step_and_leaf(recipe, tmp_path, monkeypatch):
-    build_step = training.inner.build_step
+    build_step = inner.build_step
 
     def poisoned(recipe, mesh=None):
         step = build_step(recipe, mesh)
@@ -346,7 +346,7 @@ def test_a_bad_island_stops_the_run_with_its_name_step_and_leaf(recipe, tmp_path
 
         return inner_step
 
-    monkeypatch.setattr(training.inner, "build_step", poisoned)
+    monkeypatch.setattr(inner, "build_step", poisoned)
     with pytest.raises(
         ValueError, match=r"the state of island [01] is not finite at step 4; .* params/final_norm"
     ):

@@ -43,7 +43,12 @@ def run(script, folder, settings, *words, tools=()):
     path.write_text(script, encoding="utf-8")
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(folder), **settings}
     return subprocess.run(
-        ["bash", str(path), *words], env=environment, cwd=folder, capture_output=True, text=True
+        ["bash", str(path), *words],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 

@@ -153,8 +153,8 @@ def slurm_script(recipe: Recipe) -> str:
             *_data_words(),
             "",
             "# In the background, so that this shell hears the signal and hands it on.",
-            'srun diloco train "${recipe}" "${data[@]}" --run-dir "${RUN_DIR}" "$@" &',
             'trap \'kill -TERM "$!"; wait "$!"\' TERM',
+            'srun diloco train "${recipe}" "${data[@]}" --run-dir "${RUN_DIR}" "$@" &',
             'wait "$!"',
             "",
         ]
