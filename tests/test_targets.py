@@ -294,3 +294,18 @@ def test_recorded_table_is_whole():
     assert recorded["commit"] == "e591f30cb"
     assert len(recorded["flags"]) == 77
     assert set(recorded["models"]) <= set(conf.names("models"))
+
+
+SHOWN = sorted((Path(__file__).parents[1] / "docs" / "data" / "scripts").glob("*.sh"))
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.name)
+def test_script_on_a_page_is_what_the_command_prints(path):
+    name, target = path.name.removesuffix(".sh").rsplit(".", 1)
+    assert path.read_text(encoding="utf-8") == targets.render(load_recipe(name), target)
+
+
+def test_every_recipe_has_its_scripts_on_its_page():
+    assert {p.name.rsplit(".", 2)[0] for p in SHOWN} == {
+        n for n in conf.names("recipes") if load_recipe(n).hardware is not None
+    }

@@ -1,6 +1,9 @@
 """Wire formats: the bounds, symmetries and sizes that the page promises, for any tensor."""
 
+import dataclasses
 import functools
+import json
+from pathlib import Path
 
 import hypothesis.strategies as st
 import jax
@@ -11,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
 import diloco
-from diloco import DiLoCoConfig, wire
+from diloco import DiLoCoConfig, inner, wire
+from diloco.recipes import load_recipe
 
 
 LOSSY = ("bfloat16", "int8", "float4_e3m0")
@@ -235,3 +239,29 @@ def test_bad_names_and_codecs_are_refused():
     flat = wire.Codec(lambda x: x.reshape(-1), lambda p, shape: p, 32.0)
     with pytest.raises(ValueError, match=r"decodes zeros of shape \(\) to float32 \(1,\)"):
         wire.register("test_flat", flat)
+
+
+def test_loss_record_is_of_the_recipe_as_it_is():
+    """The page plots a record; it must hold every format, three seeds, and today's recipe."""
+    recorded = json.loads((Path(__file__).parents[1] / "docs/data/wire_loss.json").read_text())
+    assert set(recorded["record"]) == {"command", "machine", "versions", "kind", "unit"}
+    assert recorded["record"]["kind"] == "measured"
+    runs = {(r["wire_format"], r["error_feedback"], r["seed"]): r for r in recorded["runs"]}
+    assert len(runs) == len(recorded["runs"])
+    # Feedback matters where much is lost: it was recorded for 4 bits only.
+    wanted = [("float32", False), *((name, False) for name in LOSSY), ("float4_e3m0", True)]
+    assert set(runs) == {(*key, seed) for key in wanted for seed in range(3)}
+
+    recipe = load_recipe(recorded["recipe"])
+    every = recipe.train.eval_every
+    params = jax.eval_shape(lambda: inner.init(recipe)["params"])
+    for (name, _, _), run in runs.items():
+        assert set(run) == set(recorded["record"]["unit"])
+        config = dataclasses.replace(recipe.diloco, wire_format=name)
+        fragments = diloco.partition(params, config).fragments
+        assert run["sync_bytes"] == sum(f.wire_bytes for f in fragments)
+        assert run["sync_period"] == recipe.diloco.sync_period
+        assert run["num_parameters"] == sum(f.num_parameters for f in fragments)
+        assert run["step"] == list(range(every, recipe.train.steps + 1, every))
+        assert len(run["loss"]) == len(run["step"])
+        assert 0 < run["loss"][-1] < run["loss"][0] < np.log(256)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from diloco.recipes import Recipe, load_recipe
 
@@ -122,8 +123,7 @@ def compile_recipe(recipe: Recipe) -> Compiled:
     if run.returncode:
         last = (run.stderr.strip().splitlines() or ["no message"])[-1]
         raise ValueError(f"the TPU compiler stopped with status {run.returncode}: {last}")
-    sends = tuple(Send(**s | {"fragments": tuple(s["fragments"])}) for s in answer.pop("sends"))
-    return Compiled(**answer, sends=sends)
+    return _from_dict(answer)
 
 
 def compile_command(name: str, json_output: bool = False, overrides: tuple[str, ...] = ()) -> str:
@@ -144,6 +144,23 @@ def compile_command(name: str, json_output: bool = False, overrides: tuple[str, 
 def to_json(compiled: Compiled) -> str:
     """Returns the report as JSON that reads back to the same fields."""
     return json.dumps(dataclasses.asdict(compiled), indent=1)
+
+
+def from_json(text: str) -> Compiled:
+    """Reads back what `to_json` wrote.
+
+    Args:
+        text: The report as JSON.
+
+    Returns:
+        The report.
+    """
+    return _from_dict(json.loads(text))
+
+
+def _from_dict(fields: dict[str, Any]) -> Compiled:
+    sends = tuple(Send(**s | {"fragments": tuple(s["fragments"])}) for s in fields["sends"])
+    return Compiled(**fields | {"sends": sends})
 
 
 def table(compiled: Compiled) -> str:
