@@ -52,7 +52,7 @@ print("departs:", recipe.meta.deviations)
 plan_command(NAME)
 
 # %% [markdown]
-# The same over a link of 10 Gbit/s, as between two regions:
+# The same over a link of 10 Gbit/s:
 
 # %%
 plan_command(NAME, gbit=10.0)
