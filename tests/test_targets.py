@@ -309,3 +309,27 @@ def test_every_recipe_has_its_scripts_on_its_page():
     assert {p.name.rsplit(".", 2)[0] for p in SHOWN} == {
         n for n in conf.names("recipes") if load_recipe(n).hardware is not None
     }
+
+
+SCRIPTS = ROOT / "docs" / "data" / "scripts"
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("*.sh")), ids=lambda path: path.name)
+def test_published_script_is_what_the_command_prints(path):
+    name, target, _ = path.name.rsplit(".", 2)
+    printed = targets.render(load_recipe(name), target)
+    assert path.read_text() == printed, f"diloco recipe {name} --target {target} > {path}"
+
+
+@pytest.mark.parametrize("name", [*EXPRESSIBLE, "qwen3-8b-balanced-v5p-128x2"])
+def test_twin_has_the_same_algorithm(name):
+    recipe = load_recipe(name)
+    twin = load_recipe(recipe.meta.twin)
+    assert twin.diloco == recipe.diloco
+    assert bool(twin.model.num_experts) == bool(recipe.model.num_experts)
+
+
+def test_page_has_every_script_the_recipe_can_have():
+    found = {path.name.removesuffix(".sh") for path in SCRIPTS.glob("*.sh")}
+    wanted = {f"{name}.{target}" for name in EXPRESSIBLE for target in targets.TARGETS}
+    assert found == wanted | {f"qwen3-8b-balanced-v5p-128x2.{t}" for t in ("slurm", "local")}
