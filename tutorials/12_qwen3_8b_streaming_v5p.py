@@ -8,6 +8,8 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
+#   mystnb:
+#     render_markdown_format: myst
 # ---
 
 # %% [markdown]
@@ -129,7 +131,7 @@ figures.show(
 #
 # Submits the MaxText command below to a GKE cluster of TPU slices.
 #
-# ```{literalinclude} ../data/scripts/qwen3-8b-streaming-v5p-128x2.xpk.sh
+# ```{literalinclude} /data/scripts/qwen3-8b-streaming-v5p-128x2.xpk.sh
 # :language: bash
 # ```
 # :::
@@ -139,7 +141,7 @@ figures.show(
 #
 # For TPU slices that are yours already: run it on every host.
 #
-# ```{literalinclude} ../data/scripts/qwen3-8b-streaming-v5p-128x2.maxtext.sh
+# ```{literalinclude} /data/scripts/qwen3-8b-streaming-v5p-128x2.maxtext.sh
 # :language: bash
 # ```
 # :::
@@ -149,7 +151,7 @@ figures.show(
 #
 # This package on the GPUs of one node.
 #
-# ```{literalinclude} ../data/scripts/qwen3-8b-streaming-v5p-128x2.slurm.sh
+# ```{literalinclude} /data/scripts/qwen3-8b-streaming-v5p-128x2.slurm.sh
 # :language: bash
 # ```
 # :::
@@ -159,7 +161,7 @@ figures.show(
 #
 # This package on whatever JAX finds on this machine.
 #
-# ```{literalinclude} ../data/scripts/qwen3-8b-streaming-v5p-128x2.local.sh
+# ```{literalinclude} /data/scripts/qwen3-8b-streaming-v5p-128x2.local.sh
 # :language: bash
 # ```
 # :::
@@ -207,7 +209,7 @@ Markdown(
 # %% [markdown]
 # ## What MaxText does that you must know
 #
-# ```{include} ../data/maxtext-behaviour.txt
+# ```{include} /data/maxtext-behaviour.txt
 # ```
 
 # %% [markdown]

@@ -8,6 +8,8 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
+#   mystnb:
+#     render_markdown_format: myst
 # ---
 
 # %% [markdown]
@@ -123,7 +125,7 @@ figures.show(
 #
 # Submits the MaxText command below to a GKE cluster of TPU slices.
 #
-# ```{literalinclude} ../data/scripts/qwen3-30b-a3b-streaming-v5p-128x2.xpk.sh
+# ```{literalinclude} /data/scripts/qwen3-30b-a3b-streaming-v5p-128x2.xpk.sh
 # :language: bash
 # ```
 # :::
@@ -133,7 +135,7 @@ figures.show(
 #
 # For TPU slices that are yours already: run it on every host.
 #
-# ```{literalinclude} ../data/scripts/qwen3-30b-a3b-streaming-v5p-128x2.maxtext.sh
+# ```{literalinclude} /data/scripts/qwen3-30b-a3b-streaming-v5p-128x2.maxtext.sh
 # :language: bash
 # ```
 # :::
@@ -143,7 +145,7 @@ figures.show(
 #
 # This package on the GPUs of one node.
 #
-# ```{literalinclude} ../data/scripts/qwen3-30b-a3b-streaming-v5p-128x2.slurm.sh
+# ```{literalinclude} /data/scripts/qwen3-30b-a3b-streaming-v5p-128x2.slurm.sh
 # :language: bash
 # ```
 # :::
@@ -153,7 +155,7 @@ figures.show(
 #
 # This package on whatever JAX finds on this machine.
 #
-# ```{literalinclude} ../data/scripts/qwen3-30b-a3b-streaming-v5p-128x2.local.sh
+# ```{literalinclude} /data/scripts/qwen3-30b-a3b-streaming-v5p-128x2.local.sh
 # :language: bash
 # ```
 # :::
@@ -202,7 +204,7 @@ Markdown(
 # %% [markdown]
 # ## What MaxText does that you must know
 #
-# ```{include} ../data/maxtext-behaviour.txt
+# ```{include} /data/maxtext-behaviour.txt
 # ```
 
 # %% [markdown]

@@ -8,6 +8,8 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
+#   mystnb:
+#     render_markdown_format: myst
 # ---
 
 # %% [markdown]
@@ -167,7 +169,7 @@ except ValueError as error:
 #
 # This package on the GPUs of one node.
 #
-# ```{literalinclude} ../data/scripts/qwen3-8b-balanced-v5p-128x2.slurm.sh
+# ```{literalinclude} /data/scripts/qwen3-8b-balanced-v5p-128x2.slurm.sh
 # :language: bash
 # ```
 # :::
@@ -177,7 +179,7 @@ except ValueError as error:
 #
 # This package on whatever JAX finds on this machine.
 #
-# ```{literalinclude} ../data/scripts/qwen3-8b-balanced-v5p-128x2.local.sh
+# ```{literalinclude} /data/scripts/qwen3-8b-balanced-v5p-128x2.local.sh
 # :language: bash
 # ```
 # :::
