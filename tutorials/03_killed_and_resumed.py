@@ -137,6 +137,7 @@ theta = [load_file(folder / run / "outer_params.safetensors") for run in ("kille
 same_theta = all(theta[0][name].tobytes() == theta[1][name].tobytes() for name in theta[1])
 print("the logs are equal byte for byte:", same_log)
 print("every parameter of the result is equal bit for bit:", same_theta)
+assert same_log and same_theta
 
 # %%
 fig, ax = plt.subplots(figsize=(6.4, 3.4))

@@ -1,0 +1,221 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+#   mystnb:
+#     render_markdown_format: myst
+# ---
+
+# %% [markdown]
+# # Qwen3-8B on two v5p slices: vanilla DiLoCo
+#
+# | | |
+# |---|---|
+# | **You will** | take the simplest full-size recipe from plan to script |
+# | **You will see** | the link it needs, the compiler's memory and traffic report, a toy run with the same settings, the scripts |
+# | **You need** | two v5p-128 slices for the run itself; for this page the package only: no TPU, no network |
+# | **Time** | under a minute for this page on two idle cores |
+#
+# One exchange of everything every 100 steps, while both islands wait. It is where to start: fewest settings, and any link shows its cost in one figure.
+
+# %%
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from IPython.display import Markdown
+
+from diloco import conf, figures, recipes, report, tpu, tuning
+from diloco.models import decoder
+from diloco.plan import plan_command
+from diloco.train import train
+
+
+NAME = "qwen3-8b-vanilla-v5p-128x2"
+recipe = recipes.load_recipe(NAME)
+twin = recipes.load_recipe(recipe.meta.twin)
+print(recipe.meta.summary)
+for source in recipe.meta.sources:
+    print("source:", source)
+print("departs:", recipe.meta.deviations)
+
+# %% [markdown]
+# ## Will the link hide it?
+#
+# *Simulated*, at the data-centre network of the slices' hosts:
+
+# %%
+plan_command(NAME)
+
+# %% [markdown]
+# The same over a link of 10 Gbit/s:
+
+# %%
+plan_command(NAME, gbit=10.0)
+
+# %% [markdown]
+# ## What the TPU compiler says
+#
+# `diloco compile qwen3-8b-vanilla-v5p-128x2` hands the whole train step, model, optimizer and exchange, to the TPU compiler for two slices of 64 chips.
+# It needs no TPU. The report below was recorded with `python benchmarks/record_compiles.py`, and `--check` compiles again and fails on a drift over 1 %.
+
+# %%
+data = conf.conf_dir().parent / "docs" / "data"
+compiled = tpu.from_json((data / "compiled" / f"{NAME}.json").read_text())
+Markdown(tpu.table(compiled))
+
+# %% [markdown]
+# *Compiled*, for jax and libtpu of the versions in the record. A plain step crosses no slice. On the hundredth a chip sends the whole of its share of the model, in float32.
+
+# %%
+for send in compiled.sends:
+    share = send.wire_bytes / (compiled.devices / compiled.slices)
+    sent = sum(send.across.values())
+    print(
+        f"{len(send.fragments):3d} fragment(s): {sent / 1e6:8.3f} MB a chip, {sent / share - 1:+.2%} against the payload"
+    )
+print(f"peak {compiled.peak_bytes / compiled.hbm_bytes:.0%} of a chip's memory")
+
+# %% [markdown]
+# ## The twin, run here
+#
+# Same $M$, $H$, $P$, $V$, $\alpha$, pattern and wire format, on a decoder of four thin layers over bytes.
+
+# %%
+assert twin.diloco == recipe.diloco
+folder = Path(tempfile.mkdtemp()) / "twin"
+summary = train(twin, folder, save_every=10_000).summary
+print(
+    f"{decoder.num_parameters(twin.model):,} parameters, {summary['tokens']:,} tokens, {summary['seconds']:.1f} s"
+)
+print(
+    f"validation loss of the outer parameters {summary['outer_loss']:.3f} nats a byte, unigram entropy {summary['unigram_entropy']:.3f}"
+)
+
+# %%
+steps = twin.train.steps
+losses = np.array([line["loss"] for line in report.read_run(folder).train])  # [steps, islands]
+large = np.array(report.bytes_per_step(recipe, steps)) / 1e6
+fig, axes = figures.subplots(2, 1, height=5.0, sharex=True)
+for island in range(losses.shape[1]):
+    axes[0].plot(range(1, len(losses) + 1), losses[:, island], label=f"island {island}")
+axes[0].set(ylabel="training loss (nats)")
+axes[0].legend(fontsize=9)
+axes[1].vlines(range(1, steps + 1), 0, large, color=figures.COLORS[1])
+axes[1].set(xlabel="inner step", ylabel="MB an island sends\n(full size)", ylim=(0, None))
+figures.show(
+    fig,
+    alt="Above, the training loss of two islands, which falls. Below, what the full-size model sends: nothing but three tall bars, one every hundred steps.",
+)
+
+# %% [markdown]
+# *Measured* above, on the machine that built this page ({doc}`/reference/status`): the toy's loss. *Simulated* below: the wire bytes that the
+# full-size model sends after each step, by the same schedule. The twin shows the schedule at work. It says nothing about the loss at full size, which was not measured.
+
+# %% [markdown]
+# ## Run it
+#
+# Set the variables that the script names and run it; it stops with a message if one is missing. Every script passes shellcheck, and the XPK one was accepted by the real `xpk --dry-run`.
+#
+# ::::{tab-set}
+# :sync-group: target
+#
+# :::{tab-item} XPK (GKE)
+# :sync: xpk
+#
+# Submits the MaxText command below to a GKE cluster of TPU slices.
+#
+# ```{literalinclude} /data/scripts/qwen3-8b-vanilla-v5p-128x2.xpk.sh
+# :language: bash
+# ```
+# :::
+#
+# :::{tab-item} MaxText
+# :sync: maxtext
+#
+# For TPU slices that are yours already: run it on every host.
+#
+# ```{literalinclude} /data/scripts/qwen3-8b-vanilla-v5p-128x2.maxtext.sh
+# :language: bash
+# ```
+# :::
+#
+# :::{tab-item} Slurm
+# :sync: slurm
+#
+# This package on the GPUs of one node.
+#
+# ```{literalinclude} /data/scripts/qwen3-8b-vanilla-v5p-128x2.slurm.sh
+# :language: bash
+# ```
+# :::
+#
+# :::{tab-item} Here
+# :sync: local
+#
+# This package on whatever JAX finds on this machine.
+#
+# ```{literalinclude} /data/scripts/qwen3-8b-vanilla-v5p-128x2.local.sh
+# :language: bash
+# ```
+# :::
+#
+# ::::
+
+# %% [markdown]
+# ## Checkpoint, resume, bootstrap
+#
+#
+# MaxText saves every `CHECKPOINT_PERIOD` steps. The three commands differ in the environment alone:
+#
+# ```
+# bash run.sh                                                   # start
+# WORKLOAD=run-2 bash run.sh                                    # resume: same RUN_NAME and BASE_OUTPUT_DIRECTORY, new workload
+# RUN_NAME=new LOAD_PARAMETERS_PATH=gs://... bash run.sh        # bootstrap from the parameters of a one-slice run
+# ```
+#
+# With this package `diloco train` resumes by itself; {doc}`/how-to/checkpoints` has bootstrap and a changed number of islands.
+
+# %% [markdown]
+# ## Read the logs
+#
+#
+# * `learning/loss` of MaxText is island 0's, and so is its gradient norm. Islands that part show in no line of its log.
+# * Two islands whose losses drift apart point at data or at an inner rate that is too high; here `metrics.jsonl` has the loss of each.
+# * A step that takes longer than its neighbours is one whose exchange is waited for. Compare with the planner's wait.
+# * Here, `diloco report RUN_DIR...` draws loss, divergence and traffic of runs side by side.
+
+# %% [markdown]
+# ## Tune
+#
+# Published advice for these settings, each with where it was found; the last column says what is outside of it here.
+
+# %% tags=["hide-input"]
+parameters = decoder.num_parameters(recipe.model)
+rows = [
+    f"| `{a.setting}` | {a.value if isinstance(a.value, str) else f'{a.value:.3g}'} | {a.source} | {a.valid} | {a.warning} |"
+    for a in tuning.advise(recipe.diloco, parameters, recipe.model.num_layers)
+]
+Markdown(
+    "\n".join(["| setting | advice | source | found in | mind |", "|---|---|---|---|---|", *rows])
+)
+
+# %% [markdown]
+# ## What MaxText does that you must know
+#
+# ```{include} /data/maxtext-behaviour.txt
+# ```
+
+# %% [markdown]
+# :::{admonition} Takeaway
+# :class: tip
+#
+# * One setting, $H$, trades traffic against how far the islands part.
+# * The burst is the whole model. If the link cannot carry it within a step or so, stream: {doc}`12_qwen3_8b_streaming_v5p`.
+# :::
