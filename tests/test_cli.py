@@ -79,9 +79,14 @@ def test_recipes_are_listed_with_their_summary(capsys):
 
 
 def test_set_is_given_once_or_more(capsys):
-    words = ["laptop-diloco", "--set", "a.b=1", "c.d=2", "--set", "e.f=3", "--data", "my text"]
-    bound = cli._parse("train", words)
-    assert cli._flat(bound.keywords["set"]) == ["a.b=1", "c.d=2", "e.f=3"]
+    words = ["--set", "a.b=1", "laptop-diloco", "--set", "e.f=3", "--data", "my text"]
+    bound = cli._parse("train", words).keywords
+    assert bound["recipe"] == "laptop-diloco"
+    assert cli._changes(bound["set"], bound["data"]) == [
+        "a.b=1",
+        "e.f=3",
+        'data.corpus="my text"',
+    ]
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):

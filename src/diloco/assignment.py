@@ -14,6 +14,7 @@ Part = dict[int, tuple[int, int, tuple[int, ...] | None]]
 _MOST_ROWS = (
     128  # rows of the vocabulary's view: a cut stays within each shard if their number divides this
 )
+_UNEVEN = 0.02  # of the mean: how much larger one fragment may get so that the others are alike
 
 
 def assign(
@@ -85,6 +86,7 @@ def _emptiest(sizes: list[int], num_fragments: int) -> list[int]:
 
 def _spread_vocabulary(leaves: list[Leaf], parts: list[Part]) -> None:
     """Fills the fragments up to one level with slices of the large leaves outside the layers."""
+    mean = sum(math.prod(leaf.shape) for leaf in leaves) / len(parts)
     size = [_part_size(leaves, part) for part in parts]
     cut = [i for i in parts[0] if leaves[i].stack is None and len(leaves[i].shape) >= 2]
     size[0] -= sum(math.prod(leaves[i].shape) for i in cut)
@@ -98,7 +100,7 @@ def _spread_vocabulary(leaves: list[Leaf], parts: list[Part]) -> None:
         remaining = sum(math.prod(leaves[j].shape) for j in cut[done:])
         want = _fill(size, remaining)
         share = math.prod(leaf.shape) / remaining
-        counts = _round([w * share / unit for w in want], n)
+        counts = _round([w * share / unit for w in want], n, int(_UNEVEN * mean / unit))
         del parts[0][i]
         start = 0
         for p, count in enumerate(counts):
@@ -139,10 +141,20 @@ def _fill(size: list[int], amount: float) -> list[float]:
     return [max(0.0, level - s) for s in size]
 
 
-def _round(want: list[float], total: int) -> list[int]:
-    """Whole numbers near `want` with the given sum, equal where `want` is equal but for at most one each."""
-    counts = [int(w) for w in want]
+def _round(want: list[float], total: int, most: int) -> list[int]:
+    """Whole numbers near `want` with the given sum.
+
+    Equal where `want` is equal, so that these fragments share a branch of the program: what is left over goes to the one
+    with the fewest like it. If it is more than `most`, each gets one more in turn instead.
+    """
+    counts = [int(w + 1e-6) for w in want]  # equal wants differ by rounding errors
+    rest = total - sum(counts)
+    if rest <= most:
+        alike = [sum(abs(v - w) < 1e-6 for v in want) for w in want]
+        fewest = min((p for p in range(len(want)) if want[p] > 0), key=lambda p: (alike[p], p))
+        counts[fewest] += rest
+        return counts
     order = sorted(range(len(want)), key=lambda p: (counts[p] - want[p], p))
-    for k in range(total - sum(counts)):
+    for k in range(rest):
         counts[order[k % len(order)]] += 1
     return counts

@@ -22,7 +22,7 @@ from diloco import conf
 
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
 Overrides = Annotated[
-    tuple[tuple[str, ...], ...],
+    tuple[str, ...],
     tyro.conf.UseAppendAction,
     tyro.conf.arg(metavar="SECTION.KEY=VALUE"),
 ]
@@ -66,7 +66,7 @@ def train(
         raise ValueError(
             f"--resume {resume} is not known; use never, auto or the step of a checkpoint"
         )
-    settings = load_recipe(recipe, _flat(set, data))
+    settings = load_recipe(recipe, _changes(set, data))
     # The storage library reports an error in its threads too; we say it once, in a line.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     threading.excepthook = lambda _: None
@@ -130,7 +130,7 @@ def recipe(
     from diloco import targets
     from diloco.recipes import load_recipe
 
-    print(targets.render(load_recipe(name, _flat(set)), target), end="")
+    print(targets.render(load_recipe(name, list(set)), target), end="")
 
 
 def compile(name: Name, *, json: Flag = False, set: Overrides = ()) -> None:
@@ -145,7 +145,7 @@ def compile(name: Name, *, json: Flag = False, set: Overrides = ()) -> None:
     """
     from diloco.tpu import compile_command
 
-    print(compile_command(name, json, tuple(_flat(set))))
+    print(compile_command(name, json, set))
 
 
 def plan() -> Callable[..., None]:
@@ -221,13 +221,10 @@ def _is_ours(error: Exception) -> bool:
     )
 
 
-def _flat(overrides: tuple[tuple[str, ...], ...], data: Path | None = None) -> list[str]:
-    flat = [word for words in overrides for word in words]
-    return (
-        flat
-        if data is None
-        else [*flat, f"data.corpus={json.dumps(str(data), ensure_ascii=False)}"]
-    )
+def _changes(overrides: tuple[str, ...], data: Path | None) -> list[str]:
+    if data is None:
+        return list(overrides)
+    return [*overrides, f"data.corpus={json.dumps(str(data), ensure_ascii=False)}"]
 
 
 def _overview() -> str:
