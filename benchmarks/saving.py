@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", default="laptop-diloco")
     parser.add_argument("--steps", type=int, default=50, help="inner steps between two saves")
-    parser.add_argument("--pairs", type=int, default=5, help="blocks with and without a save")
+    parser.add_argument("--pairs", type=int, default=8, help="blocks with and without a save")
     parser.add_argument("--bar", type=float, default=1.05, help="largest ratio that passes")
     arguments = parser.parse_args()
 

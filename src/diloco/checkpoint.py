@@ -54,7 +54,9 @@ class Checkpoints:
             raise ValueError(f"keep {keep} is below 1; use 1 or more, or None to keep all")
         self._directory, self._keep = root_of(directory), keep
         self._lock = _lock(self._directory)
-        self._writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        # Weights hardly compress; trying would take processor time from the training.
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+        self._writer = ocp.AsyncCheckpointer(handler)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         for folder in step_folders(self._directory).values():

@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import logging
+import os
 import sys
 import threading
 import traceback
@@ -181,6 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         raise SystemExit(0 if words else 2)
+    _quiet_libtpu()
     try:
         if words[0] not in COMMANDS:
             raise ValueError(f"no command {words[0]!r}; {conf.nearest(words[0], list(COMMANDS))}")
@@ -212,6 +214,14 @@ def _parse(command: str, words: list[str]) -> Callable[[], None]:
         line for line in lines[1:] if line and not line.startswith(("For full helptext", "diloco "))
     )
     raise ValueError(f"{text.rstrip('.')}; see diloco {command} --help")
+
+
+def _quiet_libtpu() -> None:
+    """Keeps an installed libtpu from complaining at length, before any work, that this machine has no TPU."""
+    if not (list(Path("/dev").glob("accel*")) or Path("/dev/vfio").exists()):
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
 
 
 def _is_ours(error: Exception) -> bool:

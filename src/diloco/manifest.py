@@ -4,6 +4,7 @@ The manifest is written last and in one piece, so a directory is a checkpoint if
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -55,9 +56,14 @@ def describe(
         "settings": _plain(settings or {}, "settings"),
         "extras": _plain(extras or {}, "extras"),
         "leaves": {name: kind(leaf) for name, leaf in named_leaves(state).items()},
-        "versions": {"python": platform.python_version()}
-        | {name: metadata.version(name) for name in ("diloco", "jax", "orbax-checkpoint")},
+        "versions": dict(_versions()),
     }
+
+
+@functools.cache  # reads files: not in every save
+def _versions() -> dict[str, str]:
+    names = ("diloco", "jax", "orbax-checkpoint")
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
 
 
 def fragments_digest(config: DiLoCoConfig, outer_params: Any) -> str:
@@ -210,9 +216,10 @@ def hash_files(folder: epath.Path) -> dict[str, list[Any]]:
     """Returns `[bytes, SHA-256]` of every file below a folder, by its path relative to it."""
     files = {}
     for path in _files(folder):
-        content = path.read_bytes()
         name = str(path)[len(str(folder)) + 1 :]
-        files[name] = [len(content), hashlib.sha256(content).hexdigest()]
+        with path.open("rb") as file:  # never whole in memory
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        files[name] = [path.stat().length, digest]
     return files
 
 
