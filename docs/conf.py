@@ -14,6 +14,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+# Pages that train the same small model share its compiled programs.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(HERE / "_build" / "jax_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 from fingerprint import fingerprint
 

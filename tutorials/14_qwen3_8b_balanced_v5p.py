@@ -100,7 +100,7 @@ compiled = tpu.from_json((data / "compiled" / f"{NAME}.json").read_text())
 Markdown(tpu.table(compiled))
 
 # %% [markdown]
-# *Compiled*, for jax and libtpu of the versions in the record. The payload is bytes: the compiler gathers `uint8` codes and a scale for each 256 of them, inside the send branch only. Fragments that differ in how many slices of the embedding they hold are different branches, few and not one a fragment.
+# *Compiled*, for jax and libtpu of the versions in the record. The payload is bytes: the compiler gathers `uint8` codes and a scale for each 256 of them, inside the send branch only. The program has two branches, as with `strided`: fragment 0, which holds no layer, and all 36 others, which hold a layer and equal slices of embedding and head.
 
 # %%
 for send in compiled.sends:
