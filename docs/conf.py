@@ -12,7 +12,11 @@ sys.path.insert(0, str(HERE / "_ext"))
 # Kernels inherit these; they must be set before anything imports jax.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    # Programs of a page are small and run for seconds: compile them quickly rather than well.
+    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_use_fusion_emitters=false"
 )
 # Pages that train the same small model share its compiled programs.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(HERE / "_build" / "jax_cache")

@@ -22,6 +22,9 @@ from diloco.restoring import Path, root_of, step_folders, steps
 from diloco.state import DiLoCoState
 
 
+_DATA = re.compile(r"state-[0-9a-f]{8}(\..*)?$")  # our folders of arrays, and Orbax's before they are whole
+
+
 class Checkpoints:
     """A directory of checkpoints that one run writes, in the background.
 
@@ -147,7 +150,8 @@ class Checkpoints:
             _drop_unfinished(folder)  # what this one replaced
             old = [] if self._keep is None else steps(self._directory)[: -self._keep]
             for step in old:
-                _remove(self._directory / str(step))
+                if step != manifest["step"]:  # never the one just written, whatever is there
+                    _remove(self._directory / str(step))
         except Exception as error:
             self._error = _failed(folder, error)
             self._error.__cause__ = error
@@ -231,12 +235,16 @@ def _drop_unfinished(folder: epath.Path) -> None:
         keep = manifests.read(folder)["data"] if (folder / manifests.NAME).exists() else None
     except ValueError:
         return  # damaged: left for a person to look at
+    dropped = False
     for path in folder.iterdir():
-        if path.name.startswith("state-") and path.name != keep:
-            path.rmtree()
-        elif path.name == f"{manifests.NAME}.tmp":
+        if path.name == f"{manifests.NAME}.tmp":
             path.unlink()
-    if keep is None and not any(folder.iterdir()):
+        elif _DATA.match(path.name) and path.name != keep:
+            path.rmtree()
+        else:
+            continue
+        dropped = True
+    if dropped and keep is None and not any(folder.iterdir()):
         folder.rmdir()
 
 

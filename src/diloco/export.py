@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from diloco.manifest import check_distinct
+
 
 def to_safetensors(params: Any, path: Path | str) -> Path:
     """Writes parameters as one safetensors file, which is there whole or not at all.
@@ -65,7 +67,8 @@ def to_orbax(params: Any, path: Path | str) -> Path:
         raise ValueError(f"{path} exists already; give another path or remove it")
     tree: dict[str, Any] = {}
     for path_to, leaf in jax.tree_util.tree_leaves_with_path(params):
-        *folders, last = (jax.tree_util.keystr((key,), simple=True) for key in path_to)
+        names = [jax.tree_util.keystr((key,), simple=True) for key in path_to]
+        *folders, last = names or ["params"]
         node = tree
         for folder in folders:
             node = node.setdefault(folder, {})
@@ -87,7 +90,8 @@ def flat_params(params: Any) -> dict[str, np.ndarray]:
         ['layers.wq']
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in leaves]
+    check_distinct(names)
     return {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf, order="C")
-        for path, leaf in leaves
+        name: np.asarray(leaf, order="C") for name, (_, leaf) in zip(names, leaves, strict=True)
     }

@@ -3,6 +3,7 @@
 The manifest is written last and in one piece, so a directory is a checkpoint if and only if it has an intact one.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -98,7 +99,24 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    check_distinct(names)
     return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
+
+
+def check_distinct(names: list[str]) -> None:
+    """Refuses leaves that would share a name, so that none is lost silently.
+
+    Args:
+        names: Of all leaves of a tree.
+
+    Raises:
+        ValueError: If a name comes twice.
+    """
+    twice = [name for name, count in collections.Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"two leaves would both be named {twice[0]!r}; rename one of them, without a separator in its key"
+        )
 
 
 def check_leaves(
@@ -157,10 +175,11 @@ def differences(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     old, new = (
         _flat({"diloco": m.get("algorithm", {})} | m.get("settings", {})) for m in (manifest, now)
     )
+    absent = object()
     lines = [
         f"{key} was {_shown(old, key)} and is {_shown(new, key)}"
         for key in {**old, **new}
-        if old.get(key, NAME) != new.get(key, NAME)
+        if old.get(key, absent) != new.get(key, absent)
     ]
     if not lines and manifest.get("fragments") != now.get("fragments"):
         lines = ["the parameters are cut into other fragments than by the version that saved them"]

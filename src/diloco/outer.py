@@ -17,7 +17,8 @@ def outer_optimizer(
 
     Args:
         config: Gives eta and beta.
-        own: Any optax transformation whose state mirrors the parameters.
+        own: Any optax transformation whose state mirrors the parameters. It is stepped with one fragment at a time, so one
+            that takes a norm over all leaves takes it over the fragment.
 
     Returns:
         A transformation to be fed the pseudo-gradient.

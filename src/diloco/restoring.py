@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from diloco.state import DiLoCoState
 
 
 log = logging.getLogger("diloco")
+
+_STEP = re.compile(r"0|[1-9][0-9]*")  # as `str` writes it: no other folder is ours
 
 Path = str | os.PathLike[str]
 
@@ -172,7 +175,7 @@ def intact(root: epath.Path, step: int | None = None) -> tuple[epath.Path, dict[
         try:
             manifest = manifests.read(folder)
             problem = manifests.damage(folder, manifest)
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # such as a folder where a file should be
             problem = str(error)
         if not problem:
             return folder, manifest
@@ -193,7 +196,7 @@ def step_folders(directory: epath.Path) -> dict[int, epath.Path]:
     """Lists the folders whose name is a step, in order, finished or not."""
     if not directory.exists():
         return {}
-    folders = {int(p.name): p for p in directory.iterdir() if p.name.isdecimal()}
+    folders = {int(p.name): p for p in directory.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()}
     return dict(sorted(folders.items()))
 
 

@@ -151,6 +151,7 @@ def build_train_step(
         )
         _check_leading(config, batch, "batch", "split it with diloco.sharding.split_batch")
         x = _exchange(config, _one_island(state.inner), mesh, params, outer_optimizer)
+        _check_state(x, state)
         inner, metrics = drjax.map_fn(inner_step, (state.inner, batch), mesh=x.mesh)
         _check_same(state.inner, inner)
         t = state.step + 1
@@ -196,6 +197,7 @@ def flush(
     @drjax.program(placements={AXIS: config.num_islands})
     def run(state):
         x = _exchange(config, _one_island(state.inner), mesh, params, outer_optimizer)
+        _check_state(x, state)
         state = jax.lax.fori_loop(
             0, config.num_fragments, lambda p, s: exchange.send(x, s, p), state
         )
@@ -254,6 +256,21 @@ def _check_leading(config: DiLoCoConfig, tree: Any, name: str, remedy: str) -> N
             raise ValueError(
                 f"{where} has shape {shape}, but its first axis must be num_islands {config.num_islands}; {remedy}"
             )
+
+
+def _check_state(x: exchange.Exchange, state: DiLoCoState) -> None:
+    """Refuses a state that was started with another number of fragments, or other error feedback."""
+    config, remedy = x.config, "start the state with diloco.init of the same configuration"
+    for label, leaf in zip(x.labels, jax.tree.leaves(state.outer_opt_state), strict=True):
+        if label < 0 and leaf.shape != (config.num_fragments,):
+            raise ValueError(
+                f"the outer optimizer has counts of shape {leaf.shape}, but num_fragments is {config.num_fragments}; {remedy}"
+            )
+    if (state.residual is not None) != config.error_feedback:
+        has = "no residual" if state.residual is None else "a residual"
+        raise ValueError(
+            f"the state has {has}, but error_feedback is {config.error_feedback}; {remedy}"
+        )
 
 
 def _check_same(before: Any, after: Any) -> None:
