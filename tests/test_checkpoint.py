@@ -447,3 +447,42 @@ def test_settings_and_extras_must_be_json(tmp_path):
     with pytest.raises(TypeError, match="settings cannot be written as JSON"):
         diloco.save(tmp_path, CONFIG, state, settings={"rate": float("nan")})
     assert diloco.latest(tmp_path) is None
+
+
+def small_state(step=0):
+    config = diloco.DiLoCoConfig(num_islands=2, sync_period=4)
+    state = diloco.init(config, {"params": jnp.ones(3)})
+    return config, state._replace(step=jnp.int32(step))
+
+
+def test_folders_of_others_are_left_alone(tmp_path):
+    (tmp_path / "2024" / "state-of-texas").mkdir(parents=True)
+    (tmp_path / "2024" / "state-of-texas" / "notes.txt").write_text("mine")
+    (tmp_path / "007").mkdir()
+    (tmp_path / "5").write_text("a file")
+    diloco.save(tmp_path, *small_state(1))
+    assert (tmp_path / "2024" / "state-of-texas" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "007").is_dir() and (tmp_path / "5").is_file()
+    assert diloco.latest(tmp_path) == 1
+
+
+def test_the_save_just_made_is_kept_whatever_is_there(tmp_path):
+    for step in (100, 200):
+        diloco.save(tmp_path, *small_state(step), keep=2)
+    diloco.save(tmp_path, *small_state(150), keep=1)
+    assert diloco.restore(tmp_path, *small_state(), step=150).state.step == 150
+
+
+def test_leaves_that_would_share_a_name_are_refused(tmp_path):
+    config = diloco.DiLoCoConfig(num_islands=2, sync_period=4)
+    params = {"a/b": jnp.ones(3), "a": {"b": jnp.zeros(3)}}
+    with pytest.raises(ValueError, match="two leaves would both be named 'inner/params/a/b'"):
+        diloco.save(tmp_path, config, diloco.init(config, {"params": params}))
+
+
+def test_a_folder_in_place_of_a_manifest_falls_back(tmp_path):
+    for step in (1, 2):
+        diloco.save(tmp_path, *small_state(step))
+    (tmp_path / "2" / "manifest.json").unlink()
+    (tmp_path / "2" / "manifest.json").mkdir()
+    assert diloco.latest(tmp_path) == 1

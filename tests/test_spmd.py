@@ -421,3 +421,18 @@ def test_parameters_may_contain_none():
     # Nesterov from rest: 1 + beta times the mean progress.
     assert state.outer_params["w"].tolist() == [3.0, 3.0]
     assert state.outer_opt_state[0].trace["z"][1].tolist() == [-2.0] * 3
+
+
+def test_state_of_another_configuration_is_refused():
+    params, own = {"w": jnp.ones(4), "layers": jnp.ones((4, 4))}, optax.adam(0.1)
+    state = diloco.init(config(num_fragments=2), {"params": params}, outer_optimizer=own)
+
+    def train_step(**changes):
+        return diloco.build_train_step(config(**changes), lambda s, b: (s, b), outer_optimizer=own)(
+            state, jnp.ones(2)
+        )
+
+    with pytest.raises(ValueError, match=r"counts of shape \(2,\), but num_fragments is 4"):
+        train_step(num_fragments=4)
+    with pytest.raises(ValueError, match="no residual, but error_feedback is True"):
+        train_step(num_fragments=2, error_feedback=True, wire_format="int8")

@@ -252,7 +252,10 @@ def test_sigterm_saves_and_the_same_command_goes_on(run, small, tmp_path, monkey
         patch.setattr(training, "build", lambda recipe, mesh: program._replace(step=step))
         stopped = training.train(small(), tmp_path / "run", progress=True)
     assert stopped.summary == {"stopped_at": 5}
-    assert "step 5: SIGTERM; saved, the same command goes on from here" in capsys.readouterr().out
+    assert (
+        "step 5: asked to stop; saved, the same command goes on from here"
+        in capsys.readouterr().out
+    )
     whole = training.train(small(), tmp_path / "run")
     for name in ("metrics.jsonl", "outer_params.safetensors"):
         assert (whole.run_dir / name).read_bytes() == (run.run_dir / name).read_bytes()

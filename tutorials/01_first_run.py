@@ -70,7 +70,7 @@ except ValueError as error:
     print(error)
 
 # %% [markdown]
-# Both recipes have the same model, the same tokens and the same inner optimizer. They differ in five lines of `[diloco]`: the
+# Both recipes have the same model, the same tokens and the same inner optimizer. They differ in four lines of `[diloco]`: the
 # baseline has one island that syncs after every step with $\eta = 1$, $\beta = 0$, which is plain training
 # ({doc}`/theory/bilevel` shows why).
 #

@@ -48,6 +48,9 @@ print("departs:", recipe.meta.deviations)
 # %% [markdown]
 # ## Will the link hide it?
 #
+# The planner answers for a runtime in which islands go on computing while bytes travel. One program for all islands, MaxText's trainer
+# and ours, waits for each exchange ({doc}`/theory/overlap`); add the transfer times to the step for it.
+#
 # *Simulated*, at the data-centre network of the slices' hosts:
 
 # %%

@@ -49,6 +49,9 @@ print("departs:", recipe.meta.deviations)
 # %% [markdown]
 # ## Will the link hide it?
 #
+# The planner answers for a runtime in which islands go on computing while bytes travel. One program for all islands, MaxText's trainer
+# and ours, waits for each exchange ({doc}`/theory/overlap`); add the transfer times to the step for it.
+#
 # *Simulated*, over a link of 1 Gbit/s between the islands:
 
 # %%

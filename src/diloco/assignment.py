@@ -88,7 +88,11 @@ def _spread_vocabulary(leaves: list[Leaf], parts: list[Part]) -> None:
     """Fills the fragments up to one level with slices of the large leaves outside the layers."""
     mean = sum(math.prod(leaf.shape) for leaf in leaves) / len(parts)
     size = [_part_size(leaves, part) for part in parts]
-    cut = [i for i in parts[0] if leaves[i].stack is None and len(leaves[i].shape) >= 2 and 0 not in leaves[i].shape]
+    cut = [
+        i
+        for i in parts[0]
+        if leaves[i].stack is None and len(leaves[i].shape) >= 2 and 0 not in leaves[i].shape
+    ]
     size[0] -= sum(math.prod(leaves[i].shape) for i in cut)
     for done, i in enumerate(cut):
         leaf = leaves[i]

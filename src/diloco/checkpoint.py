@@ -22,7 +22,9 @@ from diloco.restoring import Path, root_of, step_folders, steps
 from diloco.state import DiLoCoState
 
 
-_DATA = re.compile(r"state-[0-9a-f]{8}(\..*)?$")  # our folders of arrays, and Orbax's before they are whole
+_DATA = re.compile(
+    r"state-[0-9a-f]{8}(\..*)?$"
+)  # our folders of arrays, and Orbax's before they are whole
 
 
 class Checkpoints:
@@ -54,7 +56,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, *, keep: int | None = None):
         if keep is not None and keep < 1:
-            raise ValueError(f"keep {keep} is below 1; use 1 or more, or None to keep all")
+            raise ValueError(f"keep {keep} is below 1; use 1 or more")
         self._directory, self._keep = root_of(directory), keep
         self._lock = _lock(self._directory)
         # Weights hardly compress; trying would take processor time from the training.

@@ -30,7 +30,7 @@ Overrides = Annotated[
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 Runs = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
-File = Annotated[Path | None, tyro.conf.arg(metavar="PATH")]
+File = Annotated[str | None, tyro.conf.arg(metavar="PATH")]
 
 
 def train(
@@ -231,10 +231,10 @@ def _is_ours(error: Exception) -> bool:
     )
 
 
-def _changes(overrides: tuple[str, ...], data: Path | None) -> list[str]:
+def _changes(overrides: tuple[str, ...], data: str | None) -> list[str]:
     if data is None:
         return list(overrides)
-    return [*overrides, f"data.corpus={json.dumps(str(data), ensure_ascii=False)}"]
+    return [*overrides, f"data.corpus={json.dumps(data, ensure_ascii=False)}"]
 
 
 def _overview() -> str:

@@ -77,6 +77,8 @@ def load_corpus(path: str | Path | None = None) -> Corpus:
         >>> corpus.train.size > 5_000_000 and "asyncio" in corpus.groups
         True
     """
+    if path == "":
+        raise ValueError("the corpus has an empty path; name a file or folder with --data")
     if path is None or path == "python":
         name, files = "Python's standard library", list(_python_files())
     else:

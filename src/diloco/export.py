@@ -90,7 +90,9 @@ def flat_params(params: Any) -> dict[str, np.ndarray]:
         ['layers.wq']
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in leaves]
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in leaves
+    ]
     check_distinct(names)
     return {
         name: np.asarray(leaf, order="C") for name, (_, leaf) in zip(names, leaves, strict=True)

@@ -102,8 +102,9 @@ class Train:
             _check_range(f"train.{name}", getattr(self, name), 1, math.inf)
         _check_range("train.warmup_steps", self.warmup_steps, 0, self.steps)
         _check_range("train.final_learning_rate_fraction", self.final_learning_rate_fraction, 0, 1)
-        for name in ("weight_decay", "z_loss", "load_balance_loss", "router_z_loss", "seed"):
+        for name in ("weight_decay", "z_loss", "load_balance_loss", "router_z_loss"):
             _check_range(f"train.{name}", getattr(self, name), 0, math.inf)
+        _check_range("train.seed", self.seed, 0, 2**32 - 1)
         for name in ("learning_rate", "gradient_clip"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -219,7 +220,11 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     raw = conf.load("recipes", name)
     stem = Path(name).stem if str(name).endswith(".toml") else str(name)
     for section, table in raw.items():
-        if section not in _SECTIONS or not isinstance(table, dict):
+        if not isinstance(table, dict):
+            raise ValueError(
+                f"{section} of {stem} stands outside a section; write it below one of {', '.join(f'[{s}]' for s in _SECTIONS)}"
+            )
+        if section not in _SECTIONS:
             remedy = conf.nearest(section, list(_SECTIONS))
             raise ValueError(f"{stem} has no section [{section}]; {remedy}")
     for text in overrides:

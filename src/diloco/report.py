@@ -75,13 +75,17 @@ def read_run(run_dir: Path | str) -> Run:
     if not lines["train"]:
         raise ValueError(f"{run_dir} holds no step yet; train for a step or more")
     summary = folder / "summary.json"
+    try:
+        end = json.loads(summary.read_text()) if summary.is_file() else {}
+    except ValueError:
+        raise ValueError(f"{summary} is damaged; remove it to report without a summary") from None
     return Run(
         name=folder.resolve().name,
         recipe=load_recipe(folder / "recipe.toml"),
         train=lines["train"],
         outer=lines["outer"],
         evals=lines["eval"],
-        summary=json.loads(summary.read_text()) if summary.is_file() else {},
+        summary=end,
     )
 
 

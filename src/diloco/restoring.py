@@ -196,7 +196,9 @@ def step_folders(directory: epath.Path) -> dict[int, epath.Path]:
     """Lists the folders whose name is a step, in order, finished or not."""
     if not directory.exists():
         return {}
-    folders = {int(p.name): p for p in directory.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()}
+    folders = {
+        int(p.name): p for p in directory.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()
+    }
     return dict(sorted(folders.items()))
 
 

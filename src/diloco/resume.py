@@ -160,13 +160,24 @@ def tokens(run_dir: Path, num_islands: int) -> list[int]:
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[threading.Event]:
-    """Yields an event that SIGTERM, which announces that the machine will be taken away, sets."""
+    """Yields an event that SIGTERM, which announces that the machine will be taken away, or Ctrl-C sets.
+
+    A second Ctrl-C stops at once.
+    """
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event  # only the main thread may handle signals
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def stop(*_):
+        event.set()
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+
     try:
+        for number in before:
+            signal.signal(number, stop)
         yield event
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -59,7 +59,7 @@ def train(
 
     `recipe.toml` has every setting, `versions.json` the software, `metrics.jsonl` a record a step, a measured send
     and a validation, `outer_params.safetensors` Theta after the last send, `summary.json` the end, `checkpoints` what
-    a run goes on from. SIGTERM saves and ends the run early; a run that went on writes the same files as one that was
+    a run goes on from. SIGTERM or Ctrl-C saves and ends the run early; a run that went on writes the same files as one that was
     never interrupted.
 
     Args:
@@ -73,7 +73,7 @@ def train(
         allow_change: Whether a run may go on with another recipe; see `diloco.restore` and `diloco.resize`.
 
     Returns:
-        The last state and the summary; after SIGTERM the summary is `{"stopped_at": step}`.
+        The last state and the summary; after these the summary is `{"stopped_at": step}`.
 
     Raises:
         ValueError: If the directory holds a run already that cannot go on, or is in use, the corpus does not fit, or an
@@ -84,6 +84,10 @@ def train(
     run_dir = Path(run_dir) if run_dir is not None else Path("runs") / recipe.name
     if save_every < 1:
         raise ValueError(f"save_every {save_every} is below 1; use 1 or more inner steps")
+    if recipe.model.vocab_size < 256:
+        raise ValueError(
+            f"model.vocab_size {recipe.model.vocab_size} is below 256, the bytes of a text; use 256 or more"
+        )
     # Before anything is written: a mistake in the recipe leaves no directory behind.
     corpus = data.load_corpus(recipe.data.corpus)
     batches, tokens = open_batches(recipe, corpus), _held_out(recipe, corpus)
@@ -130,7 +134,7 @@ def train(
             if stop.is_set():
                 checkpoints.wait()
                 log.say(
-                    f"step {int(state.step)}: SIGTERM; saved, the same command goes on from here"
+                    f"step {int(state.step)}: asked to stop; saved, the same command goes on from here"
                 )
                 return Result(run_dir, state, {"stopped_at": int(state.step)})
             state, summary = _finish(recipe, program, state, tokens, log)
@@ -141,7 +145,11 @@ def train(
         summary["tokens_per_second"] = round(log.tokens_per_second, 1)
         checkpoints.wait()
         export.to_safetensors(state.outer_params, run_dir / "outer_params.safetensors")
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        scratch = (
+            run_dir / "summary.json.tmp"
+        )  # a run killed here has no summary rather than half of one
+        scratch.write_text(json.dumps(summary, indent=2) + "\n")
+        scratch.replace(run_dir / "summary.json")
         return Result(run_dir, state, summary)
 
 
@@ -250,10 +258,11 @@ def _check(
 
 
 def _stop(what: str, island: int, step: int, state: DiLoCoState) -> None:
-    leaf = dict(joining.bad_leaves(state)).get(island, "none any more")
+    leaf = dict(joining.bad_leaves(state)).get(island)
+    where = f" (its first leaf that is not finite: {leaf})" if leaf else ""
     raise ValueError(
         f"the {what} of island {island} is not finite at step {step}; lower train.learning_rate, or leave such "
-        f"islands out with diloco.on_bad_island=skip (its first leaf that is not finite: {leaf})"
+        f"islands out with diloco.on_bad_island=skip{where}"
     )
 
 
