@@ -90,7 +90,10 @@ command += ["--run-dir", str(folder / "killed"), "--save-every", "7"]
 for setting in SETTINGS:
     command += ["--set", setting]
 environment = os.environ | {
-    "XLA_FLAGS": "",  # one device: sums over several CPU devices may differ in their last bit
+    # One device, as here: sums over several CPU devices may differ in their last bit. Else the same compiler settings.
+    "XLA_FLAGS": " ".join(
+        f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f
+    ),
     "JAX_PLATFORMS": "cpu",
     "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
