@@ -53,6 +53,8 @@ def test_help_comes_without_jax(words):
         (["train", "laptop-diloco", "--data", ""], "the corpus has an empty path"),
         (["train", "laptop-diloco", "--set", f"train.seed={2**64}"], "use 0 to 4294967295"),
         (["train", "laptop-diloco", "--set", "model.vocab_size=10"], "vocab_size 10 is below 256"),
+        (["plan", "--gbit", "abc"], "--gbit is not of the kind FLOAT; see diloco plan"),
+        (["train", "laptop-diloco", "--save-every", "x"], "--save-every is not of the kind INT"),
         (["report"], "no run; name at least one run directory"),
         (["report", "no/such/run"], "no/such/run is not a run directory"),
         (["recipe", "laptop-diloco", "--target", "nowhere"], "invalid choice 'nowhere'"),

@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
@@ -213,6 +214,9 @@ def _parse(command: str, words: list[str]) -> Callable[[], None]:
     text = " ".join(
         line for line in lines[1:] if line and not line.startswith(("For full helptext", "diloco "))
     )
+    wrong = re.search(r"Error parsing (--\S+): .*?Argument helptext: --\S+ (\S+)", text)
+    if wrong:  # the parser tells how it tried, at length
+        text = f"{wrong[1]} is not of the kind {wrong[2]}"
     raise ValueError(f"{text.rstrip('.')}; see diloco {command} --help")
 
 
