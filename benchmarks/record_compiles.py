@@ -44,7 +44,7 @@ def bars(compiled):
     if compiled.plain_across:
         yield f"a step without a send crosses slices: {compiled.plain_across}"
     for send in compiled.sends:
-        share = send.wire_bytes * compiled.slices / compiled.devices
+        share = tpu.device_payload(compiled, send)
         if abs(sum(send.across.values()) / share - 1) > 0.01:
             yield f"fragments {send.fragments} send {send.across}, not {share:.0f} bytes a device"
     # Processor time over two cores: what an idle machine would take at least.

@@ -54,6 +54,7 @@ def test_sends_are_the_only_traffic_between_slices(streaming):
     assert sorted(f for send in streaming.sends for f in send.fragments) == list(range(5))
     for send in streaming.sends:
         share = send.wire_bytes / 4  # devices of an island
+        assert tpu.device_payload(streaming, send) == share
         # Small leaves that every device holds whole are sent whole: 6 % at this size, 0.3 % at full size.
         assert share <= sum(send.across.values()) <= 1.1 * share
     assert streaming.devices == 8

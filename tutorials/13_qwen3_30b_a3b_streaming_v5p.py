@@ -28,7 +28,6 @@
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from IPython.display import Markdown
 
 from diloco import conf, figures, recipes, report, tpu, tuning
@@ -72,7 +71,7 @@ Markdown(tpu.table(compiled))
 
 # %%
 for send in compiled.sends:
-    share = send.wire_bytes / (compiled.devices / compiled.slices)
+    share = tpu.device_payload(compiled, send)
     sent = sum(send.across.values())
     print(
         f"{len(send.fragments):3d} fragment(s): {sent / 1e6:8.3f} MB a chip, {sent / share - 1:+.2%} against the payload"
@@ -96,18 +95,11 @@ print(
 )
 
 # %%
-steps = twin.train.steps
-losses = np.array([line["loss"] for line in report.read_run(folder).train])  # [steps, islands]
-large = np.array(report.bytes_per_step(recipe, steps)) / 1e6
-fig, axes = figures.subplots(2, 1, height=5.0, sharex=True)
-for island in range(losses.shape[1]):
-    axes[0].plot(range(1, len(losses) + 1), losses[:, island], label=f"island {island}")
-axes[0].set(ylabel="training loss (nats)")
-axes[0].legend(fontsize=9)
-axes[1].vlines(range(1, steps + 1), 0, large, color=figures.COLORS[1])
-axes[1].set(xlabel="inner step", ylabel="MB an island sends\n(full size)", ylim=(0, None))
-figures.show(
-    fig,
+losses = [line["loss"] for line in report.read_run(folder).train]
+sent = report.bytes_per_step(recipe, twin.train.steps)
+figures.losses_and_traffic(
+    losses,
+    sent,
     alt="Above, the training loss of two islands, which falls. Below, what the full-size model sends: a bar of nearly the same height after every step.",
 )
 
@@ -168,25 +160,15 @@ figures.show(
 # %% [markdown]
 # ## Checkpoint, resume, bootstrap
 #
-#
-# MaxText saves every `CHECKPOINT_PERIOD` steps. The three commands differ in the environment alone:
-#
+# ```{include} /data/maxtext-commands.txt
 # ```
-# bash run.sh                                                   # start
-# WORKLOAD=run-2 bash run.sh                                    # resume: same RUN_NAME and BASE_OUTPUT_DIRECTORY, new workload
-# RUN_NAME=new LOAD_PARAMETERS_PATH=gs://... bash run.sh        # bootstrap from the parameters of a one-slice run
-# ```
-#
-# With this package `diloco train` resumes by itself; {doc}`/how-to/checkpoints` has bootstrap and a changed number of islands.
 
 # %% [markdown]
 # ## Read the logs
 #
+# ```{include} /data/maxtext-logs.txt
+# ```
 #
-# * `learning/loss` of MaxText is island 0's, and so is its gradient norm. Islands that part show in no line of its log.
-# * Two islands whose losses drift apart point at data or at an inner rate that is too high; here `metrics.jsonl` has the loss of each.
-# * A step that takes longer than its neighbours is one whose exchange is waited for. Compare with the planner's wait.
-# * Here, `diloco report RUN_DIR...` draws loss, divergence and traffic of runs side by side.
 # * This package gives an expert a fixed number of slots (`model.capacity_factor`); MaxText drops no token. Losses of the two are close, not equal.
 
 # %% [markdown]
@@ -196,13 +178,8 @@ figures.show(
 
 # %% tags=["hide-input"]
 parameters = decoder.num_parameters(recipe.model)
-rows = [
-    f"| `{a.setting}` | {a.value if isinstance(a.value, str) else f'{a.value:.3g}'} | {a.source} | {a.valid} | {a.warning} |"
-    for a in tuning.advise(recipe.diloco, parameters, recipe.model.num_layers)
-]
-Markdown(
-    "\n".join(["| setting | advice | source | found in | mind |", "|---|---|---|---|---|", *rows])
-)
+advice = tuning.advise(recipe.diloco, parameters, recipe.model.num_layers)
+Markdown(tuning.table(advice))
 
 # %% [markdown]
 # ## What MaxText does that you must know

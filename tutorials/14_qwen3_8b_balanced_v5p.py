@@ -28,7 +28,6 @@
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from IPython.display import Markdown
 
 from diloco import conf, figures, links, recipes, report, targets, tpu, tuning
@@ -107,7 +106,7 @@ Markdown(tpu.table(compiled))
 
 # %%
 for send in compiled.sends:
-    share = send.wire_bytes / (compiled.devices / compiled.slices)
+    share = tpu.device_payload(compiled, send)
     sent = sum(send.across.values())
     print(
         f"{len(send.fragments):3d} fragment(s): {sent / 1e6:8.3f} MB a chip, {sent / share - 1:+.2%} against the payload"
@@ -131,18 +130,11 @@ print(
 )
 
 # %%
-steps = twin.train.steps
-losses = np.array([line["loss"] for line in report.read_run(folder).train])  # [steps, islands]
-large = np.array(report.bytes_per_step(recipe, steps)) / 1e6
-fig, axes = figures.subplots(2, 1, height=5.0, sharex=True)
-for island in range(losses.shape[1]):
-    axes[0].plot(range(1, len(losses) + 1), losses[:, island], label=f"island {island}")
-axes[0].set(ylabel="training loss (nats)")
-axes[0].legend(fontsize=9)
-axes[1].vlines(range(1, steps + 1), 0, large, color=figures.COLORS[1])
-axes[1].set(xlabel="inner step", ylabel="MB an island sends\n(full size)", ylim=(0, None))
-figures.show(
-    fig,
+losses = [line["loss"] for line in report.read_run(folder).train]
+sent = report.bytes_per_step(recipe, twin.train.steps)
+figures.losses_and_traffic(
+    losses,
+    sent,
     alt="Above, the training loss of two islands, which falls. Below, what the full-size model sends: short bars of one height, about one in three steps.",
 )
 
@@ -217,13 +209,8 @@ except ValueError as error:
 
 # %% tags=["hide-input"]
 parameters = decoder.num_parameters(recipe.model)
-rows = [
-    f"| `{a.setting}` | {a.value if isinstance(a.value, str) else f'{a.value:.3g}'} | {a.source} | {a.valid} | {a.warning} |"
-    for a in tuning.advise(recipe.diloco, parameters, recipe.model.num_layers)
-]
-Markdown(
-    "\n".join(["| setting | advice | source | found in | mind |", "|---|---|---|---|---|", *rows])
-)
+advice = tuning.advise(recipe.diloco, parameters, recipe.model.num_layers)
+Markdown(tuning.table(advice))
 
 # %% [markdown]
 # :::{admonition} Takeaway

@@ -22,9 +22,8 @@ from diloco.restoring import Path, root_of, step_folders, steps
 from diloco.state import DiLoCoState
 
 
-_DATA = re.compile(
-    r"state-[0-9a-f]{8}(\..*)?$"
-)  # our folders of arrays, and Orbax's before they are whole
+# Our folders of arrays, and Orbax's before they are whole.
+_DATA = re.compile(r"state-[0-9a-f]{8}(\..*)?")
 
 
 class Checkpoints:
@@ -241,7 +240,7 @@ def _drop_unfinished(folder: epath.Path) -> None:
     for path in folder.iterdir():
         if path.name == f"{manifests.NAME}.tmp":
             path.unlink()
-        elif _DATA.match(path.name) and path.name != keep:
+        elif _DATA.fullmatch(path.name) and path.name != keep:
             path.rmtree()
         else:
             continue

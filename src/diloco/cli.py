@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Words after `diloco`; those of the process if None.
 
     Raises:
-        SystemExit: With 2 after a mistake, 0 after `--help`, 130 after Ctrl-C.
+        SystemExit: With 2 after a mistake, 0 after `--help`, 130 after Ctrl-C; the first one lets `train` save and end with 0.
 
     Example:
         >>> main(["recipe", "--help"])  # doctest: +SKIP

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from diloco.manifest import check_distinct
+from diloco.manifest import named_leaves
 
 
 def to_safetensors(params: Any, path: Path | str) -> Path:
@@ -83,17 +83,11 @@ def to_orbax(params: Any, path: Path | str) -> Path:
 
 
 def flat_params(params: Any) -> dict[str, np.ndarray]:
-    """Returns a parameter tree as one dict of arrays, its keys joined by dots.
+    """Returns a parameter tree as one dict of arrays, its keys joined by dots; one array alone is `params`.
 
     Example:
         >>> list(flat_params({"layers": {"wq": np.ones(2)}}))
         ['layers.wq']
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    names = [
-        jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in leaves
-    ]
-    check_distinct(names)
-    return {
-        name: np.asarray(leaf, order="C") for name, (_, leaf) in zip(names, leaves, strict=True)
-    }
+    named = named_leaves(params, separator=".").items()
+    return {name or "params": np.asarray(leaf, order="C") for name, leaf in named}

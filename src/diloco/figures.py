@@ -154,5 +154,31 @@ def show(fig: Figure, *, alt: str) -> Svg:
     return Svg(head + text[text.index(">") + 1 :])
 
 
+def losses_and_traffic(losses: Any, sent: Any, *, alt: str) -> Svg:
+    """Draws the training loss of each island above what an island sends after each step.
+
+    Args:
+        losses: Nats, `[T, M]`.
+        sent: Bytes, `[T]`.
+        alt: As for :func:`show`.
+
+    Returns:
+        The figure.
+
+    Example:
+        >>> "island 1" in losses_and_traffic([[2.0, 2.1], [1.9, 1.8]], [0, 8_000_000], alt="Falling.").text
+        True
+    """
+    fig, axes = subplots(2, 1, height=5.0, sharex=True)
+    steps = range(1, len(losses) + 1)
+    for island, loss in enumerate(zip(*losses, strict=True)):
+        axes[0].plot(steps, loss, label=f"island {island}")
+    axes[0].set(ylabel="training loss (nats)")
+    axes[0].legend(fontsize=9)
+    axes[1].vlines(steps, 0, [s / 1e6 for s in sent], color=COLORS[1])
+    axes[1].set(xlabel="inner step", ylabel="MB an island sends\n(full size)", ylim=(0, None))
+    return show(fig, alt=alt)
+
+
 def _themed(color: str) -> str:
     return f"var({VARIABLES[color]}, {color})" if color in VARIABLES else color

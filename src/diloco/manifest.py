@@ -3,7 +3,6 @@
 The manifest is written last and in one piece, so a directory is a checkpoint if and only if it has an intact one.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -90,33 +89,33 @@ def fragments_digest(config: DiLoCoConfig, outer_params: Any) -> str:
     return _digest([[f.leaves, f.cuts, f.indices] for f in cut.fragments])
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: Any, separator: str = "/") -> dict[str, Any]:
     """Names every leaf by its path, such as `inner/params/layers/wq`.
+
+    Args:
+        tree: Any pytree.
+        separator: Between the keys of a path.
+
+    Returns:
+        The leaves by name, in the order of the tree.
+
+    Raises:
+        ValueError: If two leaves would share a name, since one of them would be lost.
 
     Example:
         >>> list(named_leaves({"a": {"b": 1.0}, "c": [2.0, 3.0]}))
         ['a/b', 'c/0', 'c/1']
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    check_distinct(names)
-    return dict(zip(names, [leaf for _, leaf in leaves], strict=True))
-
-
-def check_distinct(names: list[str]) -> None:
-    """Refuses leaves that would share a name, so that none is lost silently.
-
-    Args:
-        names: Of all leaves of a tree.
-
-    Raises:
-        ValueError: If a name comes twice.
-    """
-    twice = [name for name, count in collections.Counter(names).items() if count > 1]
-    if twice:
-        raise ValueError(
-            f"two leaves would both be named {twice[0]!r}; rename one of them, without a separator in its key"
-        )
+    named: dict[str, Any] = {}
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator=separator)
+        if name in named:
+            raise ValueError(
+                f"two leaves would both be named {name!r}; rename one of them, without a separator in its key"
+            )
+        named[name] = leaf
+    return named
 
 
 def check_leaves(

@@ -163,6 +163,19 @@ def _from_dict(fields: dict[str, Any]) -> Compiled:
     return Compiled(**fields | {"sends": sends})
 
 
+def device_payload(compiled: Compiled, send: Send) -> float:
+    """Returns the bytes of one fragment's payload that fall to one device of an island.
+
+    Args:
+        compiled: The report.
+        send: One of its sends.
+
+    Returns:
+        Bytes; a whole number where the devices divide the payload.
+    """
+    return send.wire_bytes * compiled.slices / compiled.devices
+
+
 def table(compiled: Compiled) -> str:
     """Returns the report as a Markdown table, one quantity a row."""
     c = compiled
@@ -174,7 +187,7 @@ def table(compiled: Compiled) -> str:
         ("across slices, plain step", _bytes(c.plain_across)),
     ]
     for send in c.sends:
-        share = send.wire_bytes / (c.devices / c.slices)
+        share = device_payload(c, send)
         rows += [
             (f"across slices, sending {_fragments(send.fragments)}", _bytes(send.across)),
             ("  payload over the devices of an island", f"{share / 1e6:.3f} MB"),

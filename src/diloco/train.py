@@ -145,9 +145,8 @@ def train(
         summary["tokens_per_second"] = round(log.tokens_per_second, 1)
         checkpoints.wait()
         export.to_safetensors(state.outer_params, run_dir / "outer_params.safetensors")
-        scratch = (
-            run_dir / "summary.json.tmp"
-        )  # a run killed here has no summary rather than half of one
+        # A run killed here has no summary rather than half of one.
+        scratch = run_dir / "summary.json.tmp"
         scratch.write_text(json.dumps(summary, indent=2) + "\n")
         scratch.replace(run_dir / "summary.json")
         return Result(run_dir, state, summary)

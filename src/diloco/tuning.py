@@ -248,3 +248,26 @@ def maxtext_heuristics(num_layers: int) -> list[Advice]:
             "where islands are processes of their own",
         ),
     ]
+
+
+def table(advice: list[Advice], last: str = "mind") -> str:
+    """Returns advice as a Markdown table, one setting a row.
+
+    Args:
+        advice: What `advise` returns.
+        last: Head of the column with the warnings.
+
+    Returns:
+        The text.
+
+    Example:
+        >>> print(table([Advice("mixing", 0.5, "a paper", "1B")]))
+        | setting | value | source | range | mind |
+        | --- | --- | --- | --- | --- |
+        | `mixing` | 0.5 | a paper | 1B |  |
+    """
+    lines = [["setting", "value", "source", "range", last], ["---"] * 5]
+    for a in advice:
+        value = f"{a.value:.3g}" if isinstance(a.value, float) else str(a.value)
+        lines.append([f"`{a.setting}`", value, a.source, a.valid, a.warning])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
