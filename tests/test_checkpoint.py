@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import diloco
 from diloco import manifest, restoring
 from diloco.checkpoint import Checkpoints
+from diloco.leaves import named_leaves
 
 
 CONFIG = diloco.DiLoCoConfig(
@@ -105,7 +106,7 @@ def copy(saved, tmp_path):
 
 def values(state):
     """Every leaf by name, as bytes that can be compared."""
-    leaves = manifest.named_leaves(state)
+    leaves = named_leaves(state)
     return {
         name: np.asarray(
             jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
@@ -172,8 +173,8 @@ def test_a_state_moves_to_another_mesh(before, after, step, tmp_path):
     like = start(after)
     restored = diloco.restore(tmp_path, CONFIG, like).state
     assert_equal(values(restored), values(state))
-    for name, leaf in manifest.named_leaves(restored).items():
-        want = manifest.named_leaves(like)[name].sharding
+    for name, leaf in named_leaves(restored).items():
+        want = named_leaves(like)[name].sharding
         assert leaf.sharding.is_equivalent_to(want, leaf.ndim), name
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import diloco
 from diloco import data, inner, islands, wire
 from diloco import train as training
-from diloco.manifest import named_leaves
+from diloco.leaves import named_leaves
 from diloco.recipes import load_recipe
 
 

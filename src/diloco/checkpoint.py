@@ -18,6 +18,7 @@ from etils import epath
 
 from diloco import manifest as manifests
 from diloco.config import DiLoCoConfig
+from diloco.leaves import named_leaves
 from diloco.restoring import Path, root_of, step_folders, steps
 from diloco.state import DiLoCoState
 
@@ -100,7 +101,7 @@ class Checkpoints:
                 f"{folder} holds something that is no checkpoint of this run; give another directory"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        arrays = {name: _stored(leaf) for name, leaf in manifests.named_leaves(state).items()}
+        arrays = {name: _stored(leaf) for name, leaf in named_leaves(state).items()}
         try:
             self._writer.save(folder / manifest["data"], args=ocp.args.PyTreeSave(arrays))
         except Exception as error:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from diloco.manifest import named_leaves
+from diloco.leaves import named_leaves
 
 
 def to_safetensors(params: Any, path: Path | str) -> Path:

@@ -14,10 +14,10 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco import manifest as manifests
 from diloco import restoring, spmd
 from diloco import state as states
 from diloco.config import DiLoCoConfig
+from diloco.leaves import check_leaves, kind, named_leaves
 from diloco.sharding import check_mesh, state_sharding
 from diloco.state import DiLoCoState, ParamsLens
 
@@ -73,10 +73,10 @@ def bootstrap(
     lens = states.params_lens(inner_state, params)
     wanted = lens.get(inner_state) if take == "params" else inner_state
     root = restoring.root_of(source)
-    found = _read(root, manifests.named_leaves(wanted), take)
+    found = _read(root, named_leaves(wanted), take)
     new = jax.tree.unflatten(jax.tree.structure(wanted), list(found.values()))
     inner = lens.set(inner_state, new) if take == "params" else new
-    for name, leaf in manifests.named_leaves(inner).items():
+    for name, leaf in named_leaves(inner).items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"{name} is abstract and take={take!r} does not read it; give inner_state with values, or take='state'"
@@ -144,9 +144,9 @@ def resize(
     first = jax.tree.map(lambda x: x[keep[0]], state.inner)
     lens = states.params_lens(first, params)
     source = first if isinstance(newcomers, str) and newcomers == "copy" else newcomers
-    manifests.check_leaves(
-        {name: manifests.kind(leaf) for name, leaf in manifests.named_leaves(source).items()},
-        manifests.named_leaves(first),
+    check_leaves(
+        {name: kind(leaf) for name, leaf in named_leaves(source).items()},
+        named_leaves(first),
         "newcomers",
     )
     theta = jax.tree.map(lambda t, p: t.astype(p.dtype), state.outer_params, lens.get(first))
@@ -198,7 +198,7 @@ def bad_leaves(state: DiLoCoState) -> list[tuple[int, str]]:
         >>> bad_leaves(state._replace(inner={"params": {"w": jnp.array([[0.0, 1.0], [0.0, jnp.inf]])}}))
         [(1, 'params/w')]
     """
-    finite = jax.device_get(_finite(manifests.named_leaves(state.inner)))
+    finite = jax.device_get(_finite(named_leaves(state.inner)))
     bad: dict[int, str] = {}
     for name in sorted(finite, key=lambda name: "params" not in name.split("/")):
         for island in np.flatnonzero(~finite[name]):
@@ -232,7 +232,7 @@ def _read(root: epath.Path, wanted: dict[str, Any], take: str) -> dict[str, Any]
         raise ValueError(
             f"{root} is no checkpoint of a tree that Orbax wrote; name a directory with a _METADATA file"
         )
-    stored = manifests.named_leaves(metadata)
+    stored = named_leaves(metadata)
 
     def below(prefix: str) -> dict[str, str]:
         names = {n: n[len(prefix) :].lstrip("/") for n in stored}
@@ -246,12 +246,10 @@ def _read(root: epath.Path, wanted: dict[str, Any], take: str) -> dict[str, Any]
         for name, leaf in wanted.items()
     }
     words = {name: restoring.target(leaf) for name, leaf in targets.items()}
-    manifests.check_leaves(
-        {name: manifests.kind(stored[n]) for name, n in full.items()}, words, str(folder), cast=True
-    )
+    check_leaves({name: kind(stored[n]) for name, n in full.items()}, words, str(folder), cast=True)
     by_name = {full[name]: leaf for name, leaf in words.items()}
     tree = jax.tree.structure(metadata).unflatten(by_name.get(n, ocp.PLACEHOLDER) for n in stored)
-    loaded = manifests.named_leaves(restoring.load(folder, tree))
+    loaded = named_leaves(restoring.load(folder, tree))
     found = {name: restoring.as_wanted(loaded[full[name]], targets[name]) for name in wanted}
     return {name: leaf[0] if lead else leaf for name, leaf in found.items()}
 

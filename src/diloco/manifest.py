@@ -18,6 +18,7 @@ from etils import epath
 
 from diloco.config import DiLoCoConfig
 from diloco.fragments import partition
+from diloco.leaves import kind, named_leaves
 from diloco.state import DiLoCoState
 
 
@@ -87,74 +88,6 @@ def fragments_digest(config: DiLoCoConfig, outer_params: Any) -> str:
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outer_params)
     cut = partition(abstract, config)
     return _digest([[f.leaves, f.cuts, f.indices] for f in cut.fragments])
-
-
-def named_leaves(tree: Any, separator: str = "/") -> dict[str, Any]:
-    """Names every leaf by its path, such as `inner/params/layers/wq`.
-
-    Args:
-        tree: Any pytree.
-        separator: Between the keys of a path.
-
-    Returns:
-        The leaves by name, in the order of the tree.
-
-    Raises:
-        ValueError: If two leaves would share a name, since one of them would be lost.
-
-    Example:
-        >>> list(named_leaves({"a": {"b": 1.0}, "c": [2.0, 3.0]}))
-        ['a/b', 'c/0', 'c/1']
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named: dict[str, Any] = {}
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator=separator)
-        if name in named:
-            raise ValueError(
-                f"two leaves would both be named {name!r}; rename one of them, without a separator in its key"
-            )
-        named[name] = leaf
-    return named
-
-
-def check_leaves(
-    found: Mapping[str, list[Any]], wanted: Mapping[str, Any], where: str, *, cast: bool = False
-) -> None:
-    """Checks that a checkpoint holds exactly the leaves that are wanted.
-
-    Args:
-        found: Name to `[dtype, shape]`, as in a manifest.
-        wanted: Name to an array or `jax.ShapeDtypeStruct`.
-        where: The checkpoint, for the message.
-        cast: Whether one floating-point type may stand for another.
-
-    Raises:
-        ValueError: If a leaf is missing, extra, or has another shape or type; the message names it.
-
-    Example:
-        >>> check_leaves({"w": ["float32", [2]]}, {"w": jax.ShapeDtypeStruct((3,), "float32")}, "step 4")
-        Traceback (most recent call last):
-        ValueError: step 4 has w as float32[2], but the run wants float32[3]; build the same model as the one that was saved
-    """
-    for title, names in (
-        ("lacks", [n for n in wanted if n not in found]),
-        ("has, beyond what the run wants,", [n for n in found if n not in wanted]),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(
-                f"{where} {title} {', '.join(names[:3])}{more}; build the same model and optimizer as the ones that were saved"
-            )
-    for name, leaf in wanted.items():
-        dtype, shape = found[name]
-        want = kind(leaf)
-        floats = cast and "float" in dtype and "float" in want[0]
-        if list(shape) != want[1] or (dtype != want[0] and not floats):
-            raise ValueError(
-                f"{where} has {name} as {dtype}{list(shape)}, but the run wants {want[0]}{want[1]}; "
-                "build the same model as the one that was saved"
-            )
 
 
 def differences(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -272,11 +205,6 @@ def _files(folder: epath.Path) -> list[epath.Path]:
     for path in sorted(folder.iterdir()):
         found += _files(path) if path.is_dir() else [path]
     return found
-
-
-def kind(leaf: Any) -> list[Any]:
-    """Returns `[dtype, shape]` of a leaf, as a manifest has it."""
-    return [str(leaf.dtype), list(leaf.shape)]
 
 
 def _digest(value: Any) -> str:

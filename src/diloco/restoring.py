@@ -12,6 +12,7 @@ from etils import epath
 
 from diloco import manifest as manifests
 from diloco.config import DiLoCoConfig
+from diloco.leaves import check_leaves, named_leaves
 from diloco.state import DiLoCoState
 
 
@@ -75,7 +76,7 @@ def restore(
     """
     folder, manifest = intact(root_of(directory), step)
     where = f"the checkpoint of step {manifest['step']}"
-    wanted = manifests.named_leaves(like)
+    wanted = named_leaves(like)
     now = manifests.describe(config, like, manifest["step"], settings=settings)
     changed = manifests.differences(manifest, now)
     if changed and not allow_change:
@@ -85,7 +86,7 @@ def restore(
         )
     for line in changed:
         log.warning("%s: %s", where, line)
-    manifests.check_leaves(manifest["leaves"], wanted, f"{where} in {directory}")
+    check_leaves(manifest["leaves"], wanted, f"{where} in {directory}")
     loaded = load(folder / manifest["data"], {n: target(x) for n, x in wanted.items()})
     for name, leaf in wanted.items():
         loaded[name] = as_wanted(loaded[name], leaf)
