@@ -22,7 +22,7 @@
 # | **You need** | two v5p-128 slices, or GPUs, for the run itself; for this page the package only: no TPU, no network |
 # | **Time** | under a minute for this page on two idle cores |
 #
-# Our own settings. 37 fragments of one size, 100 steps between two sends of the same, four bits a parameter, and one step for each to arrive.
+# Our own settings. 37 fragments within 2 % of one size, 100 steps between two sends of the same, four bits a parameter, and one step for each to arrive.
 
 # %%
 import tempfile
