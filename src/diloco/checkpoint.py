@@ -4,11 +4,13 @@
 checkpoint, so a save that was killed is never taken for one, on a disk and in an object store alike.
 """
 
+import contextlib
 import fcntl
 import os
 import re
 import secrets
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +63,9 @@ class Checkpoints:
         self._lock = _lock(self._directory)
         # Weights hardly compress; trying would take processor time from the training.
         handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-        self._writer = ocp.AsyncCheckpointer(handler)
+        # Blocking: this store's own errors would otherwise come up in a later call, in place of ours.
+        metadata = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
+        self._writer = ocp.AsyncCheckpointer(handler, checkpoint_metadata_store=metadata)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         for folder in step_folders(self._directory).values():
@@ -95,6 +99,8 @@ class Checkpoints:
             config, state, int(state.step), settings=settings, extras=extras
         )
         folder = self._directory / str(manifest["step"])
+        if folder.exists():
+            _drop_unfinished(folder)  # of a save that failed
         manifest["data"] = f"state-{secrets.token_hex(4)}"
         if folder.exists() and not (folder / manifests.NAME).exists() and any(folder.iterdir()):
             raise ValueError(
@@ -105,7 +111,7 @@ class Checkpoints:
         try:
             self._writer.save(folder / manifest["data"], args=ocp.args.PyTreeSave(arrays))
         except Exception as error:
-            _drop_unfinished(folder)
+            _drop_failed(folder)
             raise _failed(folder, error) from error
         self._thread = threading.Thread(target=self._commit, args=(folder, manifest))
         self._thread.start()
@@ -133,7 +139,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._writer.close()
+            self._writer.close()  # has nothing left to wait for, so nothing to fail
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
@@ -157,7 +163,7 @@ class Checkpoints:
         except Exception as error:
             self._error = _failed(folder, error)
             self._error.__cause__ = error
-            _drop_unfinished(folder)
+            _drop_failed(folder)
 
 
 def save(
@@ -231,12 +237,16 @@ def _lock(directory: epath.Path) -> int | None:
     return file
 
 
-def _drop_unfinished(folder: epath.Path) -> None:
-    """Removes the arrays in a step's folder that its manifest does not name, and a folder that is empty then."""
+def _drop_unfinished(folder: epath.Path) -> bool:
+    """Removes the arrays in a step's folder that its manifest does not name, and a folder that is empty then.
+
+    Returns:
+        Whether there was something to remove.
+    """
     try:
         keep = manifests.read(folder)["data"] if (folder / manifests.NAME).exists() else None
     except ValueError:
-        return  # damaged: left for a person to look at
+        return False  # damaged: left for a person to look at
     dropped = False
     for path in folder.iterdir():
         if path.name == f"{manifests.NAME}.tmp":
@@ -248,6 +258,20 @@ def _drop_unfinished(folder: epath.Path) -> None:
         dropped = True
     if dropped and keep is None and not any(folder.iterdir()):
         folder.rmdir()
+    return dropped
+
+
+def _drop_failed(folder: epath.Path) -> None:
+    """Removes the arrays of a failed save.
+
+    The storage library reports the first part that fails while others still write for a moment, and would make
+    their folder anew; so it is removed until it stays away.
+    """
+    for _ in range(10):
+        with contextlib.suppress(OSError):  # a file came or went meanwhile
+            if not folder.exists() or not _drop_unfinished(folder):
+                return
+        time.sleep(0.2)
 
 
 def _remove(folder: epath.Path) -> None:
