@@ -54,6 +54,7 @@ def test_help_comes_without_jax(words):
         (["train", "laptop-diloco", "--set", f"train.seed={2**64}"], "use 0 to 4294967295"),
         (["train", "laptop-diloco", "--set", "model.vocab_size=10"], "vocab_size 10 is below 256"),
         (["plan", "--gbit", "abc"], "--gbit is not of the kind FLOAT; see diloco plan"),
+        (["plan", "laptop-diloco", "--pattern", "no"], "use one of strided, sequential, balanced"),
         (["train", "laptop-diloco", "--save-every", "x"], "--save-every is not of the kind INT"),
         (["report"], "no run; name at least one run directory"),
         (["report", "no/such/run"], "no/such/run is not a run directory"),
@@ -69,6 +70,16 @@ def test_a_mistake_is_one_line_and_exit_2(words, message, capsys, tmp_path, monk
     assert message in err
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_where_a_folder_is_to_be_is_one_line_with_the_remedy(capsys, tmp_path):
+    (tmp_path / "run").write_text("")
+    assert run("train", "laptop-diloco", "--run-dir", str(tmp_path / "run")) == 2
+    err = capsys.readouterr().err
+    assert err.endswith(
+        "run/checkpoints: Not a directory; give another path, or make this one usable\n"
+    )
+    assert err.count("\n") == 1
 
 
 def test_nothing_at_all_shows_the_commands_and_fails(capsys):

@@ -191,7 +191,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, TypeError, OSError) as error:
         if not (isinstance(error, OSError) or _is_ours(error)):
             raise  # a defect, not a mistake of the user
-        print(f"diloco: error: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:  # the system's, not one of our sentences
+            text = f"{error.filename}: {error.strerror}; give another path, or make this one usable"
+        print(f"diloco: error: {' '.join(text.split())}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

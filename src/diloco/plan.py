@@ -3,7 +3,7 @@
 import dataclasses
 import json as json_module
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -23,9 +23,7 @@ def _option(metavar: str) -> Any:
 Name = Annotated[str | None, _option("NAME")]
 Count = Annotated[int | None, _option("INT")]
 Number = Annotated[float | None, _option("FLOAT")]
-Pattern = Annotated[
-    Literal["strided", "sequential", "balanced"] | None, _option("{strided,sequential,balanced}")
-]
+Pattern = Annotated[str | None, _option("{strided,sequential,balanced}")]
 
 
 def rows(found: Plan) -> list[tuple[str, str]]:
@@ -168,7 +166,7 @@ def to_json(found: Plan) -> dict[str, Any]:
 
 
 def plan_command(
-    recipe: Annotated[str | None, tyro.conf.Positional] = None,
+    recipe: Annotated[str | None, tyro.conf.Positional, _option("[RECIPE]")] = None,
     *,
     model: Name = None,
     hardware: Name = None,

@@ -67,7 +67,7 @@ def train(
         run_dir: Where to write; `runs/NAME` if None.
         mesh: A mesh with an `islands` axis, such as `device_mesh(recipe)`; None for one device.
         progress: Whether to show progress.
-        save_every: Inner steps between two checkpoints; 0 for none.
+        save_every: Inner steps between two checkpoints, 1 or more.
         keep: Newest checkpoints to keep.
         resume: `"auto"`, `"never"`, or the step of a checkpoint; checkpoints of later steps are removed then.
         allow_change: Whether a run may go on with another recipe; see `diloco.restore` and `diloco.resize`.

@@ -20,7 +20,7 @@ set -euo pipefail
 : "${MAX_RESTARTS:=3}" # restarts after a failure
 
 if [[ ! "${WORKLOAD}" =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]]; then
-  echo "WORKLOAD ${WORKLOAD} is no name for Kubernetes; use a-z, 0-9 and -" >&2
+  echo "WORKLOAD ${WORKLOAD} is no name for Kubernetes; use 1 to 40 of a-z, 0-9 and -, a letter first" >&2
   exit 2
 fi
 

@@ -67,7 +67,7 @@ def xpk_script(recipe: Recipe) -> str:
             *_head(recipe, "xpk", notes),
             *_checks((*_XPK, *_variables(found), _MAX_RESTARTS)),
             'if [[ ! "${WORKLOAD}" =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]]; then',
-            '  echo "WORKLOAD ${WORKLOAD} is no name for Kubernetes; use a-z, 0-9 and -" >&2',
+            '  echo "WORKLOAD ${WORKLOAD} is no name for Kubernetes; use 1 to 40 of a-z, 0-9 and -, a letter first" >&2',
             "  exit 2",
             "fi",
             "",
@@ -175,6 +175,7 @@ _OWN_NOTES = [
 def _head(recipe: Recipe, target: str, notes: Sequence[str]) -> list[str]:
     title = " ".join(recipe.meta.title.split())
     made = f"diloco recipe {recipe.name} --target {target}"
+    made += "" if _ships(recipe) else " (with values that differ from the recipe that ships)"
     lines = ["#!/usr/bin/env bash", f"# {title}", f"# Made by: {made}"]
     return [*lines, *(f"# {note}" for note in notes), "set -euo pipefail", ""]
 
@@ -237,7 +238,7 @@ def _recipe_words(recipe: Recipe) -> list[str]:
         raise ValueError(
             f"recipe name {recipe.name!r} does not fit a script; use letters, digits, -, _ and ."
         )
-    if recipe.name in conf.names("recipes") and load_recipe(recipe.name) == recipe:
+    if _ships(recipe):
         return [f"recipe={recipe.name}"]
     return [
         f'recipe="$(mktemp -d)/{recipe.name}.toml"',
@@ -245,3 +246,7 @@ def _recipe_words(recipe: Recipe) -> list[str]:
         recipe.to_toml().rstrip(),
         "END_OF_RECIPE",
     ]
+
+
+def _ships(recipe: Recipe) -> bool:
+    return recipe.name in conf.names("recipes") and load_recipe(recipe.name) == recipe
