@@ -254,6 +254,29 @@ def test_a_leaf_that_differs_is_named(change, message, saved):
         restore(saved[0], diloco.init(config, inner), allow_change=True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"error_feedback": False}, "residual/head.*; set diloco.error_feedback back"),
+        ({"num_islands": 3}, r"key<fry>\[3\]; restore it as it was, then .* diloco.resize"),
+    ],
+)
+def test_a_change_that_gives_the_state_other_leaves_says_what_to_do(changes, message, saved):
+    changed = dataclasses.replace(CONFIG, **changes)
+    with pytest.raises(ValueError, match=message):
+        restore(saved[0], diloco.init(changed, initial()), config=changed, allow_change=True)
+
+
+def test_other_fragments_do_not_fit_an_outer_optimizer_that_counts(tmp_path):
+    counts = optax.adam(1e-3)
+    state = diloco.init(CONFIG, initial(), outer_optimizer=counts)
+    diloco.save(tmp_path, CONFIG, state)
+    fewer = dataclasses.replace(CONFIG, num_fragments=2)
+    like = diloco.init(fewer, initial(), outer_optimizer=counts)
+    with pytest.raises(ValueError, match=r"set diloco\.num_fragments back"):
+        restore(tmp_path, like, config=fewer, allow_change=True)
+
+
 def damage_one(directory, step, how):
     """Damages the largest file of a checkpoint's arrays."""
     files = [

@@ -39,7 +39,12 @@ def named_leaves(tree: Any, separator: str = "/") -> dict[str, Any]:
 
 
 def check_leaves(
-    found: Mapping[str, list[Any]], wanted: Mapping[str, Any], where: str, *, cast: bool = False
+    found: Mapping[str, list[Any]],
+    wanted: Mapping[str, Any],
+    where: str,
+    *,
+    cast: bool = False,
+    remedy: str = "build the same model and optimizer as the ones that were saved",
 ) -> None:
     """Checks that a checkpoint holds exactly the leaves that are wanted.
 
@@ -48,6 +53,7 @@ def check_leaves(
         wanted: Name to an array or `jax.ShapeDtypeStruct`.
         where: The checkpoint, for the message.
         cast: Whether one floating-point type may stand for another.
+        remedy: How the message ends.
 
     Raises:
         ValueError: If a leaf is missing, extra, or has another shape or type; the message names it.
@@ -55,7 +61,7 @@ def check_leaves(
     Example:
         >>> check_leaves({"w": ["float32", [2]]}, {"w": jax.ShapeDtypeStruct((3,), "float32")}, "step 4")
         Traceback (most recent call last):
-        ValueError: step 4 has w as float32[2], but the run wants float32[3]; build the same model as the one that was saved
+        ValueError: step 4 has w as float32[2], but the run wants float32[3]; build the same model and optimizer as the ones that were saved
     """
     for title, names in (
         ("lacks", [n for n in wanted if n not in found]),
@@ -63,17 +69,14 @@ def check_leaves(
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(
-                f"{where} {title} {', '.join(names[:3])}{more}; build the same model and optimizer as the ones that were saved"
-            )
+            raise ValueError(f"{where} {title} {', '.join(names[:3])}{more}; {remedy}")
     for name, leaf in wanted.items():
         dtype, shape = found[name]
         want = kind(leaf)
         floats = cast and "float" in dtype and "float" in want[0]
         if list(shape) != want[1] or (dtype != want[0] and not floats):
             raise ValueError(
-                f"{where} has {name} as {dtype}{list(shape)}, but the run wants {want[0]}{want[1]}; "
-                "build the same model as the one that was saved"
+                f"{where} has {name} as {dtype}{list(shape)}, but the run wants {want[0]}{want[1]}; {remedy}"
             )
 
 

@@ -20,6 +20,13 @@ log = logging.getLogger("diloco")
 
 _STEP = re.compile(r"0|[1-9][0-9]*")  # as `str` writes it: no other folder is ours
 
+# Settings that give the state other leaves, and what to do then.
+_SHAPING = {
+    "diloco.num_islands": "restore it as it was, then change the number of islands with diloco.resize",
+    "diloco.error_feedback": "set diloco.error_feedback back: the residuals are part of the state",
+    "diloco.num_fragments": "set diloco.num_fragments back: this outer optimizer keeps a part of its own a fragment",
+}
+
 Path = str | os.PathLike[str]
 
 
@@ -86,7 +93,9 @@ def restore(
         )
     for line in changed:
         log.warning("%s: %s", where, line)
-    check_leaves(manifest["leaves"], wanted, f"{where} in {directory}")
+    remedies = [text for key, text in _SHAPING.items() if any(x.startswith(key) for x in changed)]
+    options = {"remedy": "; ".join(remedies)} if remedies else {}
+    check_leaves(manifest["leaves"], wanted, f"{where} in {directory}", **options)
     loaded = load(folder / manifest["data"], {n: target(x) for n, x in wanted.items()})
     for name, leaf in wanted.items():
         loaded[name] = as_wanted(loaded[name], leaf)
