@@ -53,6 +53,10 @@ def test_help_comes_without_jax(words):
         (["train", "laptop-diloco", "--data", ""], "the corpus has an empty path"),
         (["train", "laptop-diloco", "--set", f"train.seed={2**64}"], "use 0 to 4294967295"),
         (["train", "laptop-diloco", "--set", "model.vocab_size=10"], "vocab_size 10 is below 256"),
+        (
+            ["train", "qwen3-30b-a3b-streaming-v5p-128x2"],
+            "GiB here; use the recipe laptop-twin-moe-streaming, or more devices",
+        ),
         (["plan", "--gbit", "abc"], "--gbit is not of the kind FLOAT; see diloco plan"),
         (["plan", "laptop-diloco", "--pattern", "no"], "use one of strided, sequential, balanced"),
         (["train", "laptop-diloco", "--save-every", "x"], "--save-every is not of the kind INT"),

@@ -1,5 +1,7 @@
 """What a run is made of before its first step: compiled functions, first state, mesh and batches."""
 
+import math
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +72,32 @@ def start(recipe: Recipe, mesh: Mesh | None = None) -> DiLoCoState:
         # Not under jit, where zeros would forget how the parameters lie.
         one["opt_state"] = inner.optimizer(recipe.train).init(one["params"])
     return spmd.init(recipe.diloco, one, mesh=mesh)
+
+
+def check_memory(recipe: Recipe) -> None:
+    """Refuses a run whose state alone is larger than the memory here, before anything is allocated.
+
+    Args:
+        recipe: Model and settings.
+
+    Raises:
+        ValueError: If parameters, optimizer states and Theta do not fit the devices, or, on CPUs, the machine.
+    """
+    state = jax.eval_shape(lambda: spmd.init(recipe.diloco, inner.init(recipe)))
+    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    stats = jax.devices()[0].memory_stats() or {}
+    each = stats.get("bytes_limit")  # CPU devices have none: they share the machine's
+    have = (
+        each * jax.device_count()
+        if each
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
+    if needed > have:
+        other = f"the recipe {recipe.meta.twin}" if recipe.meta.twin else "a smaller model"
+        raise ValueError(
+            f"the state of {recipe.name} takes {needed / 2**30:.1f} GiB, but there are {have / 2**30:.1f} GiB here; "
+            f"use {other}, or more devices"
+        )
 
 
 def device_mesh(recipe: Recipe) -> Mesh | None:

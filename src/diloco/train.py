@@ -23,7 +23,7 @@ from diloco import data, export
 from diloco import islands as joining
 from diloco import resume as resuming
 from diloco.checkpoint import Checkpoints
-from diloco.program import Program, build, open_batches, start
+from diloco.program import Program, build, check_memory, open_batches, start
 from diloco.recipes import Recipe
 from diloco.runlog import RunLog
 from diloco.schedule import schedule
@@ -76,8 +76,8 @@ def train(
         The last state and the summary; after these the summary is `{"stopped_at": step}`.
 
     Raises:
-        ValueError: If the directory holds a run already that cannot go on, or is in use, the corpus does not fit, or an
-            island's loss or pseudo-gradient is not finite while `on_bad_island` is `"error"`.
+        ValueError: If the directory holds a run already that cannot go on, or is in use, the corpus or the memory
+            does not fit, or an island's loss or pseudo-gradient is not finite while `on_bad_island` is `"error"`.
         OSError: If the directory cannot be written.
     """
     began = time.perf_counter()
@@ -91,6 +91,7 @@ def train(
     # Before anything is written: a mistake in the recipe leaves no directory behind.
     corpus = data.load_corpus(recipe.data.corpus)
     batches, tokens = open_batches(recipe, corpus), _held_out(recipe, corpus)
+    check_memory(recipe)
     with (
         Checkpoints(run_dir / "checkpoints", keep=keep) as checkpoints,
         resuming.stop_signal() as stop,
