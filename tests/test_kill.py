@@ -4,6 +4,7 @@ A process that has imported everything, but has not started JAX's backend and so
 attempt; only the first child compiles. A child writes down the tokens it was given and the saves it began.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -128,7 +129,8 @@ def attempt(process, folder, until=None, delay=0.0):
             file.seek(start)
             if until(file.read().splitlines()):
                 time.sleep(delay)
-                os.kill(child, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(child, signal.SIGKILL)
                 break
         time.sleep(0.001)
     return int(process.stdout.readline())
@@ -184,8 +186,9 @@ def test_twenty_kills(server):
     assert any(name.startswith("inner/opt_state/") for name in whole["state"])
 
     draw = random.Random(7)
-    kills = inside = 0
-    for number in range(KILLS // PER_RUN):
+    kills = inside = number = 0
+    while kills < KILLS:
+        number += 1
         here = folder / f"run{number}"
         for k in range(PER_RUN):
             if k % 2:  # a moment after a save began that is not the one at the start
@@ -199,15 +202,19 @@ def test_twenty_kills(server):
                     sum(line.startswith("tokens") for line in lines) >= n
                 )
                 delay = draw.uniform(0, 0.05)
-            assert attempt(process, here, until, delay) == -signal.SIGKILL
+            status = attempt(process, here, until, delay)
+            if status == 0:
+                break  # the run was faster than the kill
+            assert status == -signal.SIGKILL
             kills += 1
             inside += unfinished(here)
-        assert attempt(process, here) == 0
+        else:
+            assert attempt(process, here) == 0
         end = final(here)
         for part in whole:
             assert end[part] == whole[part], part
-    print(f"{kills} kills, {inside} of them inside a save")
-    assert kills == KILLS and inside >= 3
+    print(f"{kills} kills in {number} runs, {inside} of them inside a save")
+    assert number <= KILLS and inside >= 3
 
 
 if __name__ == "__main__":
