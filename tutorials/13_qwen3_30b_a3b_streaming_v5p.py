@@ -39,10 +39,9 @@ from diloco.train import train
 NAME = "qwen3-30b-a3b-streaming-v5p-128x2"
 recipe = recipes.load_recipe(NAME)
 twin = recipes.load_recipe(recipe.meta.twin)
-print(recipe.meta.summary)
-for source in recipe.meta.sources:
-    print("source:", source)
-print("departs:", recipe.meta.deviations)
+notes = [f"Source: {source}." for source in recipe.meta.sources]
+notes.append(f"What departs: {recipe.meta.deviations}")
+Markdown("\n* ".join([f"{recipe.meta.summary}\n", *notes]))
 
 # %% [markdown]
 # ## Will the link hide it?
@@ -73,9 +72,8 @@ Markdown(tpu.table(compiled))
 for send in compiled.sends:
     share = tpu.device_payload(compiled, send)
     sent = sum(send.across.values())
-    print(
-        f"{len(send.fragments):3d} fragment(s): {sent / 1e6:8.3f} MB a chip, {sent / share - 1:+.2%} against the payload"
-    )
+    print(f"{len(send.fragments):3d} fragment(s): {sent / 1e6:8.3f} MB a chip,", end=" ")
+    print(f"{sent / share - 1:+.2%} against the payload")
 print(f"peak {compiled.peak_bytes / compiled.hbm_bytes:.0%} of a chip's memory")
 
 # %% [markdown]
@@ -87,12 +85,10 @@ print(f"peak {compiled.peak_bytes / compiled.hbm_bytes:.0%} of a chip's memory")
 assert twin.diloco == recipe.diloco
 folder = Path(tempfile.mkdtemp()) / "twin"
 summary = train(twin, folder, save_every=10_000).summary
-print(
-    f"{decoder.num_parameters(twin.model):,} parameters, {summary['tokens']:,} tokens, {summary['seconds']:.1f} s"
-)
-print(
-    f"validation loss of the outer parameters {summary['outer_loss']:.3f} nats a byte, unigram entropy {summary['unigram_entropy']:.3f}"
-)
+print(f"{decoder.num_parameters(twin.model):,} parameters", end=", ")
+print(f"{summary['tokens']:,} tokens, {summary['seconds']:.1f} s")
+print(f"validation loss of the outer parameters {summary['outer_loss']:.3f} nats a byte")
+print(f"unigram entropy of the text {summary['unigram_entropy']:.3f} nats a byte")
 
 # %%
 losses = [line["loss"] for line in report.read_run(folder).train]
@@ -100,7 +96,8 @@ sent = report.bytes_per_step(recipe, twin.train.steps)
 figures.losses_and_traffic(
     losses,
     sent,
-    alt="Above, the training loss of two islands, which falls. Below, what the full-size model sends: a bar of nearly the same height after every step.",
+    alt="Above, the training loss of two islands, which falls. Below, what the full-size "
+    "model sends: a bar of nearly the same height after every step.",
 )
 
 # %% [markdown]
