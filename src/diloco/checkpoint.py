@@ -106,9 +106,9 @@ class Checkpoints:
             raise ValueError(
                 f"{folder} holds something that is no checkpoint of this run; give another directory"
             )
-        folder.mkdir(parents=True, exist_ok=True)
         arrays = {name: _stored(leaf) for name, leaf in named_leaves(state).items()}
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             self._writer.save(folder / manifest["data"], args=ocp.args.PyTreeSave(arrays))
         except Exception as error:
             _drop_failed(folder)
@@ -208,10 +208,10 @@ def _stored(leaf: Any) -> Any:
 
 
 def _failed(folder: epath.Path, error: Exception) -> OSError:
-    code = re.search(
-        r"os_error_code='?(\d+)", str(error)
-    )  # the storage library hides it in a long text
-    reason = os.strerror(int(code[1])) if code else " ".join(str(error).split())[:300]
+    # The storage library hides the system's error in a long text.
+    found = re.search(r"os_error_code='?(\d+)", str(error))
+    code = int(found[1]) if found else getattr(error, "errno", None)
+    reason = os.strerror(code) if code else " ".join(str(error).split())[:300]
     return OSError(
         f"the checkpoint {folder} could not be written ({reason}); "
         "older checkpoints are as they were; make room or give another directory"
