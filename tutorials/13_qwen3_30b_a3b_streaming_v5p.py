@@ -145,7 +145,7 @@ figures.losses_and_traffic(
 # :::{tab-item} Here
 # :sync: local
 #
-# This package on whatever JAX finds on this machine.
+# This package on whatever JAX finds on this machine; it stops at once if the state does not fit the memory.
 #
 # ```{literalinclude} /data/scripts/qwen3-30b-a3b-streaming-v5p-128x2.local.sh
 # :language: bash

@@ -168,7 +168,7 @@ except ValueError as error:
 # :::{tab-item} Here
 # :sync: local
 #
-# This package on whatever JAX finds on this machine.
+# This package on whatever JAX finds on this machine; it stops at once if the state does not fit the memory.
 #
 # ```{literalinclude} /data/scripts/qwen3-8b-balanced-v5p-128x2.local.sh
 # :language: bash
