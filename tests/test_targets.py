@@ -285,7 +285,10 @@ def test_head_says_whether_the_recipe_was_changed(target):
     head = f"\n# Made by: diloco recipe {STREAMING} --target {target}"
     assert f"{head}\n" in targets.render(load_recipe(STREAMING), target)
     changed = load_recipe(STREAMING, ["train.seed=7"])
-    assert f"{head} (with values that differ" in targets.render(changed, target)
+    assert f"{head}, from values of one's own\n" in targets.render(changed, target)
+    unfit = dataclasses.replace(changed, name="mine\ntouch pwned")
+    with pytest.raises(ValueError, match="does not fit a script"):
+        targets.render(unfit, target)
 
 
 def test_slurm_hands_the_signal_on(tmp_path):

@@ -85,7 +85,7 @@ def check_memory(recipe: Recipe) -> None:
     """
     state = jax.eval_shape(lambda: spmd.init(recipe.diloco, inner.init(recipe)))
     needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     each = stats.get("bytes_limit")  # CPU devices have none: they share the machine's
     have = (
         each * jax.device_count()

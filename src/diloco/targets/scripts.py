@@ -173,9 +173,13 @@ _OWN_NOTES = [
 
 
 def _head(recipe: Recipe, target: str, notes: Sequence[str]) -> list[str]:
+    if not re.fullmatch(r"[\w.-]+", recipe.name):
+        raise ValueError(
+            f"recipe name {recipe.name!r} does not fit a script; use letters, digits, -, _ and ."
+        )
     title = " ".join(recipe.meta.title.split())
-    made = f"diloco recipe {recipe.name} --target {target}"
-    made += "" if _ships(recipe) else " (with values that differ from the recipe that ships)"
+    own = "" if _ships(recipe) else ", from values of one's own"
+    made = f"diloco recipe {recipe.name} --target {target}{own}"
     lines = ["#!/usr/bin/env bash", f"# {title}", f"# Made by: {made}"]
     return [*lines, *(f"# {note}" for note in notes), "set -euo pipefail", ""]
 
@@ -234,10 +238,6 @@ def _data_words() -> list[str]:
 
 def _recipe_words(recipe: Recipe) -> list[str]:
     """Sets `recipe`: the name of a recipe that ships, else a file that holds it."""
-    if not re.fullmatch(r"[\w.-]+", recipe.name):
-        raise ValueError(
-            f"recipe name {recipe.name!r} does not fit a script; use letters, digits, -, _ and ."
-        )
     if _ships(recipe):
         return [f"recipe={recipe.name}"]
     return [
