@@ -329,3 +329,5 @@ def test_page_has_every_script_the_recipe_can_have():
     found = {path.name.removesuffix(".sh") for path in SCRIPTS.glob("*.sh")}
     wanted = {f"{name}.{target}" for name in EXPRESSIBLE for target in targets.TARGETS}
     assert found == wanted | {f"qwen3-8b-balanced-v5p-128x2.{t}" for t in ("slurm", "local")}
+    full_size = {n for n in conf.names("recipes") if load_recipe(n).hardware is not None}
+    assert {script.rsplit(".", 1)[0] for script in found} == full_size

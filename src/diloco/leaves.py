@@ -44,7 +44,7 @@ def check_leaves(
     where: str,
     *,
     cast: bool = False,
-    remedy: str = "build the same model and optimizer as the ones that were saved",
+    remedy: str = "",
 ) -> None:
     """Checks that a checkpoint holds exactly the leaves that are wanted.
 
@@ -53,7 +53,7 @@ def check_leaves(
         wanted: Name to an array or `jax.ShapeDtypeStruct`.
         where: The checkpoint, for the message.
         cast: Whether one floating-point type may stand for another.
-        remedy: How the message ends.
+        remedy: How the message ends, if there is more to say than to build the same model and optimizer.
 
     Raises:
         ValueError: If a leaf is missing, extra, or has another shape or type; the message names it.
@@ -63,6 +63,7 @@ def check_leaves(
         Traceback (most recent call last):
         ValueError: step 4 has w as float32[2], but the run wants float32[3]; build the same model and optimizer as the ones that were saved
     """
+    remedy = remedy or "build the same model and optimizer as the ones that were saved"
     for title, names in (
         ("lacks", [n for n in wanted if n not in found]),
         ("has, beyond what the run wants,", [n for n in found if n not in wanted]),

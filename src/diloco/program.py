@@ -1,6 +1,5 @@
 """What a run is made of before its first step: compiled functions, first state, mesh and batches."""
 
-import math
 import os
 from typing import Any, NamedTuple
 
@@ -84,7 +83,7 @@ def check_memory(recipe: Recipe) -> None:
         ValueError: If parameters, optimizer states and Theta do not fit the devices, or, on CPUs, the machine.
     """
     state = jax.eval_shape(lambda: spmd.init(recipe.diloco, inner.init(recipe)))
-    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     stats = jax.local_devices()[0].memory_stats() or {}
     each = stats.get("bytes_limit")  # CPU devices have none: they share the machine's
     have = (

@@ -94,8 +94,8 @@ def restore(
     for line in changed:
         log.warning("%s: %s", where, line)
     remedies = [text for key, text in _SHAPING.items() if any(x.startswith(key) for x in changed)]
-    options = {"remedy": "; ".join(remedies)} if remedies else {}
-    check_leaves(manifest["leaves"], wanted, f"{where} in {directory}", **options)
+    there = f"{where} in {directory}"
+    check_leaves(manifest["leaves"], wanted, there, remedy="; ".join(remedies))
     loaded = load(folder / manifest["data"], {n: target(x) for n, x in wanted.items()})
     for name, leaf in wanted.items():
         loaded[name] = as_wanted(loaded[name], leaf)
