@@ -1,6 +1,7 @@
 """Strict numerics and eight CPU devices for every test, set before JAX is used."""
 
 import os
+import subprocess
 
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -11,7 +12,34 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 )
 
 import jax
+import pytest
 
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """Mounts a file system of a given size; skips where that is not allowed."""
+    mounted = []
+
+    def mount(options):
+        place = tmp_path / f"disk{len(mounted)}"
+        place.mkdir()
+        try:
+            done = subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place],
+                capture_output=True,
+                text=True,
+            )
+        except FileNotFoundError:
+            pytest.skip("there is no mount command")
+        if done.returncode:
+            pytest.skip(f"a small file system cannot be mounted: {done.stderr.strip()}")
+        mounted.append(place)
+        return place
+
+    yield mount
+    for place in mounted:
+        subprocess.run(["umount", place], check=True)

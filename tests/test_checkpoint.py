@@ -258,13 +258,25 @@ def test_a_leaf_that_differs_is_named(change, message, saved):
     ("changes", "message"),
     [
         ({"error_feedback": False}, "residual/head.*; set diloco.error_feedback back"),
-        ({"num_islands": 3}, r"key<fry>\[3\]; restore it as it was, then .* diloco.resize"),
+        ({"num_islands": 3}, r"key<fry>\[3\]; restore 2 islands, then .* diloco.resize"),
+        ({"num_islands": 3, "error_feedback": False}, "set diloco.error_feedback back: [^;]*$"),
+        ({"num_islands": 3, "num_fragments": 2}, r"key<fry>\[3\]; restore 2 islands, [^;]*$"),
     ],
 )
 def test_a_change_that_gives_the_state_other_leaves_says_what_to_do(changes, message, saved):
     changed = dataclasses.replace(CONFIG, **changes)
     with pytest.raises(ValueError, match=message):
         restore(saved[0], diloco.init(changed, initial()), config=changed, allow_change=True)
+
+
+@pytest.mark.parametrize("changes", [{"num_islands": 3}, {"num_fragments": 2}, {}])
+def test_another_model_is_said_first_whatever_else_was_changed(changes, saved):
+    changed, other = dataclasses.replace(CONFIG, **changes), initial()
+    other["params"]["layers"]["w"] = jnp.zeros((5, 8, 6))
+    other["opt_state"] = ADAM.init(other["params"])
+    message = r"layers/w as float32\[2, 4, 8, 6\], but .*\[\d, 5, 8, 6\]; build the same model"
+    with pytest.raises(ValueError, match=message):
+        restore(saved[0], diloco.init(changed, other), config=changed, allow_change=True)
 
 
 def test_other_fragments_do_not_fit_an_outer_optimizer_that_counts(tmp_path):
@@ -391,32 +403,6 @@ def test_two_runs_cannot_share_a_directory(copy):
     Checkpoints(copy).close()
 
 
-@pytest.fixture
-def tmpfs(tmp_path):
-    """Mounts a file system of a given size; skips where that is not allowed."""
-    mounted = []
-
-    def mount(options):
-        place = tmp_path / f"disk{len(mounted)}"
-        place.mkdir()
-        try:
-            done = subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place],
-                capture_output=True,
-                text=True,
-            )
-        except FileNotFoundError:
-            pytest.skip("there is no mount command")
-        if done.returncode:
-            pytest.skip(f"a small file system cannot be mounted: {done.stderr.strip()}")
-        mounted.append(place)
-        return place
-
-    yield mount
-    for place in mounted:
-        subprocess.run(["umount", place], check=True)
-
-
 def test_a_full_disk_loses_nothing(step, tmpfs, monkeypatch):
     # The storage library reports the failure in its threads too, and leaves coroutines unfinished.
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -442,16 +428,120 @@ def test_a_full_disk_loses_nothing(step, tmpfs, monkeypatch):
 def test_a_read_only_directory_is_a_clear_error_for_a_save_and_none_for_a_restore(saved, tmpfs):
     disk = tmpfs("size=8m")
     shutil.copytree(saved[0], disk / "run")
+    (disk / "run" / "9" / "state-0badbeef").mkdir()  # as a killed save leaves it
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    with pytest.raises(OSError, match="Read-only file system"):
-        diloco.save(disk / "run", CONFIG, diloco.init(CONFIG, initial()))
+    state = diloco.init(CONFIG, initial())
+    message = r"run could not be written \(Read-only file system\); give another path"
+    for _ in range(2):
+        with pytest.raises(OSError, match=message):
+            diloco.save(disk / "run", CONFIG, state)
     assert_equal(values(restore(disk / "run").state), saved[1][9])
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+    diloco.save(disk / "run", CONFIG, state)
+    assert sorted(p.name for p in (disk / "run").iterdir()) == [".lock", "0", "3", "6", "9"]
+    assert not (disk / "run" / "9" / "state-0badbeef").exists()
+
+
+def test_a_step_that_cannot_be_written_is_a_clear_error_each_time(tmp_path, tmpfs):
+    disk = tmpfs("size=8m,ro")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "2").symlink_to(disk)
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(*small_state(1))
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"could not be written \(Read-only file system\)"):
+                checkpoints.save(*small_state(2))
+                checkpoints.wait()
+        subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
+        checkpoints.save(*small_state(2))
+    assert restoring.steps(tmp_path / "run") == [1, 2]
+
+
+def test_a_directory_that_cannot_be_opened_is_not_kept_from_the_next_try(tmpfs):
+    disk = tmpfs("size=64k")
+    (disk / "ballast").write_bytes(b"x" * shutil.disk_usage(disk).free)
+    with pytest.raises(
+        OSError, match=r"could not be written \(No space left on device\); make room"
+    ):
+        Checkpoints(disk)
+    (disk / "ballast").unlink()
+    Checkpoints(disk).close()
+
+
+def test_a_failed_save_removes_what_it_wrote_also_beside_a_damaged_manifest(
+    saved, tmpfs, monkeypatch
+):
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    disk = tmpfs("size=2m")
+    shutil.copytree(saved[0], disk / "run")
+    damage_one(disk / "run", 9, "manifest flipped")
+    state = restore(saved[0]).state
+    (disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(disk).free - 8192))
+    before = sorted((disk / "run").rglob("*"))
+    for _ in range(3):
+        with pytest.raises(OSError, match="could not be written"):
+            diloco.save(disk / "run", CONFIG, state)
+        assert sorted((disk / "run").rglob("*")) == before
+    (disk / "ballast").unlink()
+    diloco.save(disk / "run", CONFIG, state)
+    assert len(list((disk / "run" / "9").glob("state-*"))) == 1
+    assert diloco.latest(disk / "run") == 9
+    gc.collect()
 
 
 def test_a_path_that_is_a_file_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="exists"):
-        diloco.save(tmp_path / "file", CONFIG, diloco.init(CONFIG, initial()))
+    with pytest.raises(OSError, match=r"file could not be written \(File exists\)"):
+        diloco.save(tmp_path / "file", *small_state())
+    (tmp_path / "5").write_text("mine")
+    with pytest.raises(ValueError, match="5 holds something that is no checkpoint"):
+        diloco.save(tmp_path, *small_state(5))
+    assert (tmp_path / "5").read_text() == "mine"
+
+
+def test_a_directory_that_was_removed_is_locked_anew_unless_another_run_has_it(tmp_path):
+    directory = tmp_path / "run"
+    with Checkpoints(directory) as checkpoints:
+        shutil.rmtree(directory)
+        checkpoints.save(*small_state(1))
+        with pytest.raises(ValueError, match="is in use by process"):
+            Checkpoints(directory)
+        checkpoints.wait()
+        shutil.rmtree(directory)
+        other = Checkpoints(directory)
+        with pytest.raises(ValueError, match="is in use by process"):
+            checkpoints.save(*small_state(2))
+        other.close()
+        checkpoints.save(*small_state(2))
+    assert restoring.steps(directory) == [2]
+    with pytest.raises(ValueError, match="are closed; open them again"):
+        checkpoints.save(*small_state(3))
+
+
+def test_a_folder_that_is_removed_during_its_save_is_said_to_be(tmp_path, monkeypatch):
+    def remove_first(folder, hash_files=manifest.hash_files):
+        shutil.rmtree(tmp_path / "1")
+        return hash_files(folder)
+
+    monkeypatch.setattr(manifest, "hash_files", remove_first)
+    with pytest.raises(OSError, match=r"1 could not be written \(it was removed meanwhile\)"):
+        diloco.save(tmp_path, *small_state(1))
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, caplog):
+    diloco.save(tmp_path, *small_state(1))
+    (tmp_path / "1" / manifest.NAME).unlink()
+    (tmp_path / "1" / manifest.NAME / "mine").mkdir(parents=True)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in (2, 3):
+            checkpoints.save(*small_state(step))
+        checkpoints.wait()
+        assert caplog.text.count("1 could not be removed (Directory not empty); remove it") == 2
+        with pytest.raises(OSError, match="1 could not be removed"):
+            checkpoints.drop_after(0)  # it would be resumed from
+    assert diloco.latest(tmp_path) == 3
 
 
 def test_restore_reads_no_pickle(saved, monkeypatch):

@@ -1,5 +1,6 @@
 """The command line: help at once, and every mistake is one line with the remedy and exit status 2."""
 
+import os
 import subprocess
 import sys
 
@@ -55,7 +56,7 @@ def test_help_comes_without_jax(words):
         (["train", "laptop-diloco", "--set", "model.vocab_size=10"], "vocab_size 10 is below 256"),
         (
             ["train", "qwen3-30b-a3b-streaming-v5p-128x2"],
-            "GiB here; use the recipe laptop-twin-moe-streaming, or more devices",
+            "GiB here; use the recipe laptop-twin-moe-streaming, or a machine with more memory",
         ),
         (["plan", "--gbit", "abc"], "--gbit is not of the kind FLOAT; see diloco plan"),
         (["plan", "laptop-diloco", "--pattern", "no"], "use one of strided, sequential, balanced"),
@@ -81,7 +82,8 @@ def test_a_file_where_a_folder_is_to_be_is_one_line_with_the_remedy(capsys, tmp_
     assert run("train", "laptop-diloco", "--run-dir", str(tmp_path / "run")) == 2
     err = capsys.readouterr().err
     assert err.endswith(
-        "run/checkpoints: Not a directory; give another path, or make this one usable\n"
+        "run/checkpoints could not be written (Not a directory); "
+        "give another path, or make this one usable\n"
     )
     assert err.count("\n") == 1
 
@@ -107,6 +109,51 @@ def test_set_is_given_once_or_more(capsys):
         "e.f=3",
         'data.corpus="my text"',
     ]
+
+
+def test_a_full_disk_is_one_line_and_exit_2_for_what_is_printed_too(tmp_path):
+    with open("/dev/full", "w") as full:
+        for words in (["recipes"], ["--help"]):
+            done = subprocess.run(
+                [sys.executable, "-m", "diloco", *words], stdout=full, stderr=subprocess.PIPE
+            )
+            assert done.returncode == 2
+            assert done.stderr == (
+                b"diloco: error: the output: No space left on device; make room or give another path\n"
+            )
+
+
+def test_a_reader_who_goes_away_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco", "recipes"], stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_save_that_fails_is_one_line(tmpfs, tmp_path):
+    (tmp_path / "text.txt").write_text("words and more words\n" * 2000)
+    words = [
+        *("model.name=tiny", "data.sequence_length=16", "train.steps=2", "train.warmup_steps=1"),
+        *(
+            "train.global_batch_size=4",
+            "train.eval_sequences=4",
+            f"data.corpus={tmp_path}/text.txt",
+        ),
+    ]
+    disk = tmpfs("size=200k")
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco", "train", "laptop-diloco", "--run-dir", disk / "run"]
+        + [word for change in words for word in ("--set", change)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": ""},
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "checkpoints/0 could not be written (No space left on device)" in done.stderr
 
 
 def test_a_defect_keeps_its_traceback(monkeypatch):

@@ -1,7 +1,9 @@
 """Theta leaves: other software reads it with nothing of ours."""
 
+import gc
 import subprocess
 import sys
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,3 +63,18 @@ def test_a_failed_export_leaves_what_was_there(tmp_path):
     with pytest.raises(Exception, match="object"):
         export.to_safetensors({"w": np.array([object()])}, path)
     assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("write", [export.to_safetensors, export.to_orbax])
+def test_a_full_disk_is_a_clear_error_and_leaves_nothing(write, tmpfs, monkeypatch):
+    # The storage library reports the failure in its threads too, and leaves coroutines unfinished.
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    disk = tmpfs("size=64k")
+    (disk / "theta-of-others").write_text("mine")
+    params = {"w": np.random.default_rng(0).normal(size=30000)}
+    with pytest.raises(OSError, match=r"theta could not be written \(No space left on device\)"):
+        write(params, disk / "theta")
+    assert [p.name for p in disk.iterdir()] == ["theta-of-others"]
+    gc.collect()

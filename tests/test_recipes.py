@@ -71,6 +71,7 @@ def test_strings_with_quotes_control_characters_and_no_ascii_survive(tmp_path):
         ("train.steps=many", TypeError, "steps in .* is 'many'; use a whole number"),
         ("train.steps=1.5", TypeError, "use a whole number"),
         ("train.steps=true", TypeError, "use a whole number"),
+        ('meta.title="a\\u0000b"', ValueError, "title in .* is .*; leave the NUL character out"),
         ("train.steps=0", ValueError, "train.steps 0 is below 1; use 1 or more"),
         ("train.warmup_steps=-1", ValueError, "train.warmup_steps -1 is below 0"),
         ("train.learning_rate=nan", ValueError, "learning_rate nan is not positive"),

@@ -286,6 +286,8 @@ def test_head_says_whether_the_recipe_was_changed(target):
     assert f"{head}\n" in targets.render(load_recipe(STREAMING), target)
     changed = load_recipe(STREAMING, ["train.seed=7"])
     assert f"{head}, from values of one's own\n" in targets.render(changed, target)
+    mine = dataclasses.replace(changed, name="mine")
+    assert "\n# Made by: diloco recipe mine.toml --target" in targets.render(mine, target)
     unfit = dataclasses.replace(changed, name="mine\ntouch pwned")
     with pytest.raises(ValueError, match="does not fit a script"):
         targets.render(unfit, target)

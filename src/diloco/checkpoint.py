@@ -4,13 +4,10 @@
 checkpoint, so a save that was killed is never taken for one, on a disk and in an object store alike.
 """
 
-import contextlib
-import fcntl
+import logging
 import os
-import re
 import secrets
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,15 +15,15 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from diloco import folders, storage
 from diloco import manifest as manifests
 from diloco.config import DiLoCoConfig
+from diloco.folders import Path
 from diloco.leaves import named_leaves
-from diloco.restoring import Path, root_of, step_folders, steps
 from diloco.state import DiLoCoState
 
 
-# Our folders of arrays, and Orbax's before they are whole.
-_DATA = re.compile(r"state-[0-9a-f]{8}(\..*)?")
+log = logging.getLogger("diloco")
 
 
 class Checkpoints:
@@ -59,17 +56,26 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int | None = None):
         if keep is not None and keep < 1:
             raise ValueError(f"keep {keep} is below 1; use 1 or more")
-        self._directory, self._keep = root_of(directory), keep
-        self._lock = _lock(self._directory)
+        self._directory, self._keep = folders.root_of(directory), keep
+        self._lock = storage.lock(self._directory)
+        self._open = True
         # Weights hardly compress; trying would take processor time from the training.
         handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         # Blocking: this store's own errors would otherwise come up in a later call, in place of ours.
         metadata = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
-        self._writer = ocp.AsyncCheckpointer(handler, checkpoint_metadata_store=metadata)
+        # Its threads would wait for minutes for a folder that cannot be made.
+        options = ocp.AsyncOptions(create_directories_asynchronously=False)
+        self._writer = ocp.AsyncCheckpointer(
+            handler, async_options=options, checkpoint_metadata_store=metadata
+        )
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        for folder in step_folders(self._directory).values():
-            _drop_unfinished(folder)
+        try:
+            for folder in folders.step_folders(self._directory).values():
+                folders.drop_unfinished(folder)
+        except BaseException:
+            self.close()
+            raise
 
     def save(
         self,
@@ -92,27 +98,33 @@ class Checkpoints:
         Raises:
             OSError: If the save before this one failed; older checkpoints are as they were.
             TypeError: If the settings or extras are not fit for JSON.
-            ValueError: If the folder of the step holds something else.
+            ValueError: If the folder of the step holds something else, the directory was removed and is another
+                run's now, or this object is closed.
         """
+        if not self._open:
+            raise ValueError(f"the checkpoints in {self._directory} are closed; open them again")
         self.wait()
+        if self._lock is not None and os.fstat(self._lock).st_nlink == 0:
+            # Somebody removed the directory, and with it what kept others out.
+            os.close(self._lock)
+            self._lock = None
+            self._lock = storage.lock(self._directory)
         manifest = manifests.describe(
             config, state, int(state.step), settings=settings, extras=extras
         )
-        folder = self._directory / str(manifest["step"])
-        if folder.exists():
-            _drop_unfinished(folder)  # of a save that failed
         manifest["data"] = f"state-{secrets.token_hex(4)}"
-        if folder.exists() and not (folder / manifests.NAME).exists() and any(folder.iterdir()):
+        folder = self._directory / str(manifest["step"])
+        if folders.of_others(folder):
             raise ValueError(
                 f"{folder} holds something that is no checkpoint of this run; give another directory"
             )
+        folders.drop_unfinished(folder)  # of a save that failed
         arrays = {name: _stored(leaf) for name, leaf in named_leaves(state).items()}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._writer.save(folder / manifest["data"], args=ocp.args.PyTreeSave(arrays))
         except Exception as error:
-            _drop_failed(folder)
-            raise _failed(folder, error) from error
+            raise self._failed(folder, manifest["data"], error) from error
         self._thread = threading.Thread(target=self._commit, args=(folder, manifest))
         self._thread.start()
 
@@ -130,15 +142,20 @@ class Checkpoints:
             raise error
 
     def drop_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps, when a run goes back to an earlier one."""
-        for later in [s for s in steps(self._directory) if s > step]:
-            _remove(self._directory / str(later))
+        """Removes the checkpoints of later steps, when a run goes back to an earlier one.
+
+        Raises:
+            OSError: If one cannot be removed: a later resume would take it for this run's.
+        """
+        for later in [s for s in folders.steps(self._directory) if s > step]:
+            folders.remove(self._directory / str(later))
 
     def close(self) -> None:
         """Waits for the last save, stops the writer and opens the lock."""
         try:
             self.wait()
         finally:
+            self._open = False
             self._writer.close()  # has nothing left to wait for, so nothing to fail
             if self._lock is not None:
                 os.close(self._lock)
@@ -155,15 +172,29 @@ class Checkpoints:
             self._writer.wait_until_finished()
             manifest["files"] = manifests.hash_files(folder / manifest["data"])
             manifests.write(folder, manifest)
-            _drop_unfinished(folder)  # what this one replaced
-            old = [] if self._keep is None else steps(self._directory)[: -self._keep]
-            for step in old:
-                if step != manifest["step"]:  # never the one just written, whatever is there
-                    _remove(self._directory / str(step))
         except Exception as error:
-            self._error = _failed(folder, error)
+            removed = None if folder.exists() else "it was removed meanwhile"
+            self._error = self._failed(folder, manifest["data"], error, why=removed)
             self._error.__cause__ = error
-            _drop_failed(folder)
+            return
+        # Committed. What cannot be removed now only takes up room.
+        folders.drop_unfinished(folder)  # what this one replaced
+        old = [] if self._keep is None else folders.steps(self._directory)[: -self._keep]
+        for step in old:
+            if step != manifest["step"]:  # never the one just written, whatever is there
+                try:
+                    folders.remove(self._directory / str(step))
+                except OSError as error:
+                    log.warning("%s", error)
+
+    def _failed(
+        self, folder: epath.Path, data: str, error: Exception, why: str | None = None
+    ) -> OSError:
+        folders.drop_failed(folder, data)
+        return OSError(
+            f"the checkpoint {folder} could not be written ({why or storage.reason(error)}); "
+            f"older checkpoints are as they were; {storage.remedy(error)}"
+        )
 
 
 def save(
@@ -205,75 +236,3 @@ def save(
 def _stored(leaf: Any) -> Any:
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if is_key else leaf
-
-
-def _failed(folder: epath.Path, error: Exception) -> OSError:
-    # The storage library hides the system's error in a long text.
-    found = re.search(r"os_error_code='?(\d+)", str(error))
-    code = int(found[1]) if found else getattr(error, "errno", None)
-    reason = os.strerror(code) if code else " ".join(str(error).split())[:300]
-    return OSError(
-        f"the checkpoint {folder} could not be written ({reason}); "
-        "older checkpoints are as they were; make room or give another directory"
-    )
-
-
-def _lock(directory: epath.Path) -> int | None:
-    """Locks a local directory for this process; the system opens the lock when the process ends."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if "://" in str(directory):
-        return None
-    file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(file, 20).decode() or "another process"
-        os.close(file)
-        raise ValueError(
-            f"{directory} is in use by {holder}; wait for that run to end, or give another directory"
-        ) from None
-    os.truncate(file, 0)
-    os.write(file, f"process {os.getpid()}".encode())
-    return file
-
-
-def _drop_unfinished(folder: epath.Path) -> bool:
-    """Removes the arrays in a step's folder that its manifest does not name, and a folder that is empty then.
-
-    Returns:
-        Whether there was something to remove.
-    """
-    try:
-        keep = manifests.read(folder)["data"] if (folder / manifests.NAME).exists() else None
-    except ValueError:
-        return False  # damaged: left for a person to look at
-    dropped = False
-    for path in folder.iterdir():
-        if path.name == f"{manifests.NAME}.tmp":
-            path.unlink()
-        elif _DATA.fullmatch(path.name) and path.name != keep:
-            path.rmtree()
-        else:
-            continue
-        dropped = True
-    if dropped and keep is None and not any(folder.iterdir()):
-        folder.rmdir()
-    return dropped
-
-
-def _drop_failed(folder: epath.Path) -> None:
-    """Removes the arrays of a failed save.
-
-    The storage library reports the first part that fails while others still write for a moment, and would make
-    their folder anew; so it is removed until it stays away.
-    """
-    for _ in range(10):
-        with contextlib.suppress(OSError):  # a file came or went meanwhile
-            if not folder.exists() or not _drop_unfinished(folder):
-                return
-        time.sleep(0.2)
-
-
-def _remove(folder: epath.Path) -> None:
-    (folder / manifests.NAME).unlink()  # first, so that a removal cut short leaves no checkpoint
-    _drop_unfinished(folder)

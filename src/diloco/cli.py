@@ -69,9 +69,10 @@ def train(
             f"--resume {resume} is not known; use never, auto or the step of a checkpoint"
         )
     settings = load_recipe(recipe, _changes(set, data))
-    # The storage library reports an error in its threads too; we say it once, in a line.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    threading.excepthook = lambda _: None
+    # The storage library reports an error in its threads and event loops too; we say it once, in a line.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    threading.excepthook = sys.unraisablehook = lambda _: None
     run(
         settings,
         run_dir,
@@ -174,30 +175,55 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Words after `diloco`; those of the process if None.
 
     Raises:
-        SystemExit: With 2 after a mistake, 0 after `--help`, 130 after Ctrl-C; the first one lets `train` save and end with 0.
+        SystemExit: With 2 after a mistake, 0 after `--help`, 130 after Ctrl-C (the first one lets `train` save and end
+            with 0), 141 if nobody reads the output any more.
 
     Example:
         >>> main(["recipe", "--help"])  # doctest: +SKIP
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            _run(words)
+        finally:
+            sys.stdout.flush()  # here, where an error has a sentence
+    except BrokenPipeError:
+        _abandon_output()
+        raise SystemExit(141) from None  # as a program ends that SIGPIPE ends
+    except (ValueError, TypeError, OSError) as error:
+        if not (isinstance(error, OSError) or _is_ours(error)):
+            raise  # a defect, not a mistake of the user
+        print(f"diloco: error: {' '.join(_sentence(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _run(words: list[str]) -> None:
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         raise SystemExit(0 if words else 2)
     _quiet_libtpu()
-    try:
-        if words[0] not in COMMANDS:
-            raise ValueError(f"no command {words[0]!r}; {conf.nearest(words[0], list(COMMANDS))}")
-        _parse(words[0], words[1:])()
-    except (ValueError, TypeError, OSError) as error:
-        if not (isinstance(error, OSError) or _is_ours(error)):
-            raise  # a defect, not a mistake of the user
-        text = str(error)
-        if isinstance(error, OSError) and error.filename:  # the system's, not one of our sentences
-            text = f"{error.filename}: {error.strerror}; give another path, or make this one usable"
-        print(f"diloco: error: {' '.join(text.split())}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    if words[0] not in COMMANDS:
+        raise ValueError(f"no command {words[0]!r}; {conf.nearest(words[0], list(COMMANDS))}")
+    _parse(words[0], words[1:])()
+
+
+def _sentence(error: Exception) -> str:
+    """Gives an error of the system, which is no sentence of ours, its path and a remedy."""
+    if not (isinstance(error, OSError) and error.errno):
+        return str(error)
+    from diloco import storage
+
+    if not error.filename:  # files of ours are named where they are written: this is the output
+        _abandon_output()
+    return f"{error.filename or 'the output'}: {error.strerror}; {storage.remedy(error)}"
+
+
+def _abandon_output() -> None:
+    """Lets go of what could not be printed; the interpreter would try it again, and complain, at its end."""
+    if sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(command: str, words: list[str]) -> Callable[[], None]:

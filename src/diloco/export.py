@@ -1,7 +1,7 @@
 """Hands Theta to other software: as one safetensors file, or as a plain Orbax checkpoint of a tree."""
 
+import contextlib
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from diloco import storage
 from diloco.leaves import named_leaves
 
 
@@ -34,8 +35,14 @@ def to_safetensors(params: Any, path: Path | str) -> Path:
     """
     path = Path(path)
     scratch = path.with_name(f"{path.name}.tmp")
-    save_file(flat_params(params), scratch)
-    os.replace(scratch, path)
+    try:
+        with storage.writing(path):
+            save_file(flat_params(params), scratch)
+            os.replace(scratch, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
     return path
 
 
@@ -74,10 +81,12 @@ def to_orbax(params: Any, path: Path | str) -> Path:
             node = node.setdefault(folder, {})
         node[last] = np.asarray(leaf)
     try:
-        with ocp.StandardCheckpointer() as writer:
-            writer.save(path, tree)
+        # Not the asynchronous one: its threads would wait for minutes for a folder that cannot be made.
+        with storage.writing(path), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
+            writer.save(path, args=ocp.args.StandardSave(tree))
     except Exception:
-        shutil.rmtree(path, ignore_errors=True)
+        unfinished = f"{path.name}.orbax-checkpoint-tmp*"
+        storage.clear(lambda: [*path.parent.glob(path.name), *path.parent.glob(unfinished)])
         raise
     return path
 

@@ -3,6 +3,7 @@
 The manifest is written last and in one piece, so a directory is a checkpoint if and only if it has an intact one.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -136,7 +137,8 @@ def write(folder: epath.Path, manifest: dict[str, Any]) -> None:
         os.fsync(file.fileno())
     os.replace(scratch, folder / NAME)
     where = os.open(folder, os.O_RDONLY)
-    os.fsync(where)
+    with contextlib.suppress(OSError):  # not every network file system can
+        os.fsync(where)
     os.close(where)
 
 
@@ -144,7 +146,7 @@ def read(folder: epath.Path) -> dict[str, Any]:
     """Reads a manifest.
 
     Raises:
-        ValueError: If it is missing, damaged or of another program.
+        ValueError: If it is missing, cannot be read, or is damaged or of another program.
     """
     path = folder / NAME
     try:
@@ -152,6 +154,8 @@ def read(folder: epath.Path) -> dict[str, Any]:
         whole = manifest.pop("sha256") == _digest(manifest)
     except FileNotFoundError:
         raise ValueError(f"{folder} is no checkpoint: it has no {NAME}") from None
+    except OSError as error:  # such as a folder in its place
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:

@@ -86,16 +86,14 @@ def check_memory(recipe: Recipe) -> None:
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     stats = jax.local_devices()[0].memory_stats() or {}
     each = stats.get("bytes_limit")  # CPU devices have none: they share the machine's
-    have = (
-        each * jax.device_count()
-        if each
-        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    )
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    have = each * jax.device_count() if each else machine
     if needed > have:
         other = f"the recipe {recipe.meta.twin}" if recipe.meta.twin else "a smaller model"
+        more = "more devices" if each else "a machine with more memory"
         raise ValueError(
             f"the state of {recipe.name} takes {needed / 2**30:.1f} GiB, but there are {have / 2**30:.1f} GiB here; "
-            f"use {other}, or more devices"
+            f"use {other}, or {more}"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from diloco import charts
+from diloco import charts, storage
 from diloco.fragments import partition
 from diloco.models import decoder
 from diloco.recipes import Recipe, load_recipe
@@ -123,13 +123,15 @@ def write_report(run_dirs: Sequence[Path | str], out: Path | str) -> Path:
 
     Raises:
         ValueError: If there is no run, or one cannot be read.
+        OSError: If the file cannot be written.
     """
     if not run_dirs:
         raise ValueError("there is no run to report; name at least one run directory")
     runs = [read_run(run_dir) for run_dir in run_dirs]
     out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(render(runs), encoding="utf-8")
+    with storage.writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(render(runs), encoding="utf-8")
     return out
 
 

@@ -1,8 +1,6 @@
 """Reads checkpoints back: every file, every leaf and every setting is checked first."""
 
 import logging
-import os
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,22 +10,12 @@ from etils import epath
 
 from diloco import manifest as manifests
 from diloco.config import DiLoCoConfig
-from diloco.leaves import check_leaves, named_leaves
+from diloco.folders import Path, root_of, steps
+from diloco.leaves import check_leaves, kind, named_leaves
 from diloco.state import DiLoCoState
 
 
 log = logging.getLogger("diloco")
-
-_STEP = re.compile(r"0|[1-9][0-9]*")  # as `str` writes it: no other folder is ours
-
-# Settings that give the state other leaves, and what to do then.
-_SHAPING = {
-    "diloco.num_islands": "restore it as it was, then change the number of islands with diloco.resize",
-    "diloco.error_feedback": "set diloco.error_feedback back: the residuals are part of the state",
-    "diloco.num_fragments": "set diloco.num_fragments back: this outer optimizer keeps a part of its own a fragment",
-}
-
-Path = str | os.PathLike[str]
 
 
 class Restored(NamedTuple):
@@ -93,9 +81,8 @@ def restore(
         )
     for line in changed:
         log.warning("%s: %s", where, line)
-    remedies = [text for key, text in _SHAPING.items() if any(x.startswith(key) for x in changed)]
-    there = f"{where} in {directory}"
-    check_leaves(manifest["leaves"], wanted, there, remedy="; ".join(remedies))
+    was = DiLoCoConfig(**manifest["algorithm"])
+    _check_state(manifest["leaves"], wanted, was, config, f"{where} in {directory}")
     loaded = load(folder / manifest["data"], {n: target(x) for n, x in wanted.items()})
     for name, leaf in wanted.items():
         loaded[name] = as_wanted(loaded[name], leaf)
@@ -104,12 +91,6 @@ def restore(
     leaves = [loaded[name] for name in wanted]
     state = jax.tree.unflatten(jax.tree.structure(like), leaves)
     return Restored(state, manifest["extras"])
-
-
-def steps(directory: Path) -> list[int]:
-    """Lists the steps that have a committed checkpoint, oldest first; their files are not checked."""
-    folders = step_folders(root_of(directory))
-    return [step for step, folder in folders.items() if (folder / manifests.NAME).exists()]
 
 
 def latest(directory: Path) -> int | None:
@@ -196,22 +177,6 @@ def intact(root: epath.Path, step: int | None = None) -> tuple[epath.Path, dict[
     )
 
 
-def root_of(directory: Path) -> epath.Path:
-    """Returns a directory as an absolute path; one with a scheme, such as `gs://`, stays as it is."""
-    text = os.fspath(directory)
-    return epath.Path(text if "://" in text else os.path.abspath(text))
-
-
-def step_folders(directory: epath.Path) -> dict[int, epath.Path]:
-    """Lists the folders whose name is a step, in order, finished or not."""
-    if not directory.exists():
-        return {}
-    folders = {
-        int(p.name): p for p in directory.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()
-    }
-    return dict(sorted(folders.items()))
-
-
 def target(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns what Orbax is to read for a leaf: random keys are stored as their words."""
     sharding = getattr(leaf, "sharding", None)
@@ -239,3 +204,35 @@ def as_wanted(loaded: jax.Array, leaf: Any) -> jax.Array:
     abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), abstract)
     return jax.random.wrap_key_data(loaded, impl=found[0])
+
+
+def _check_state(
+    found: Mapping[str, list[Any]],
+    wanted: Mapping[str, Any],
+    was: DiLoCoConfig,
+    config: DiLoCoConfig,
+    where: str,
+) -> None:
+    """Checks the leaves part by part: each setting that shapes the state has a part, and a remedy, of its own."""
+    resized = set()  # other in the number of islands, and in nothing else
+    if was.num_islands != config.num_islands:
+        for name in set(found) & set(wanted):
+            (dtype, shape), want = found[name], kind(wanted[name])
+            per_island = name.startswith(("inner", "residual", "skipped"))
+            if per_island and [dtype, shape[1:]] == [want[0], want[1][1:]]:
+                resized.add(name)
+
+    def check(part: tuple[str, ...], setting: str = "", why: str = "") -> None:
+        a, b = (
+            {n: x for n, x in leaves.items() if n.startswith(part) and n not in resized}
+            for leaves in (found, wanted)
+        )
+        changed = setting and getattr(was, setting) != getattr(config, setting)
+        check_leaves(a, b, where, remedy=f"set diloco.{setting} back: {why}" if changed else "")
+
+    check(("inner", "outer_params", "step", "skipped"))
+    own = "this outer optimizer keeps a part of its own a fragment"
+    check(("outer_opt_state",), "num_fragments", own)
+    check(("residual",), "error_feedback", "the residuals are part of the state")
+    remedy = f"restore {was.num_islands} islands, then change their number with diloco.resize"
+    check_leaves(found, wanted, where, remedy=remedy)

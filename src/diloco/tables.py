@@ -34,7 +34,7 @@ def build(cls: type[T], table: dict[str, Any], where: str) -> T:
 
     Raises:
         TypeError: If a value has another type than its field.
-        ValueError: As `diloco.conf.build` and `cls` raise it.
+        ValueError: If a string has a NUL character, or as `diloco.conf.build` and `cls` raise it.
 
     Example:
         >>> from diloco.config import DiLoCoConfig
@@ -118,6 +118,8 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     if type(value) not in kinds:
         names = " or ".join(_KINDS[kind] for kind in kinds if kind in _KINDS)
         raise TypeError(f"{where} is {value!r}; use {names}")
+    if isinstance(value, str) and "\0" in value:  # no path or script can hold one
+        raise ValueError(f"{where} is {value!r}; leave the NUL character out")
     return value
 
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diloco
-from diloco import data, export
+from diloco import data, export, storage
 from diloco import islands as joining
 from diloco import resume as resuming
 from diloco.checkpoint import Checkpoints
@@ -93,6 +93,7 @@ def train(
     batches, tokens = open_batches(recipe, corpus), _held_out(recipe, corpus)
     check_memory(recipe)
     with (
+        storage.writing(run_dir),
         Checkpoints(run_dir / "checkpoints", keep=keep) as checkpoints,
         resuming.stop_signal() as stop,
     ):

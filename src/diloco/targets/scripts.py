@@ -179,7 +179,8 @@ def _head(recipe: Recipe, target: str, notes: Sequence[str]) -> list[str]:
         )
     title = " ".join(recipe.meta.title.split())
     own = "" if _ships(recipe) else ", from values of one's own"
-    made = f"diloco recipe {recipe.name} --target {target}{own}"
+    source = recipe.name if recipe.name in conf.names("recipes") else f"{recipe.name}.toml"
+    made = f"diloco recipe {source} --target {target}{own}"
     lines = ["#!/usr/bin/env bash", f"# {title}", f"# Made by: {made}"]
     return [*lines, *(f"# {note}" for note in notes), "set -euo pipefail", ""]
 

@@ -1,0 +1,111 @@
+"""The folders of checkpoints: `DIRECTORY/STEP` with arrays and the manifest that commits them.
+
+What cannot be removed only takes up room, so that is a warning and never the end of a run.
+"""
+
+import contextlib
+import logging
+import os
+import re
+
+from etils import epath
+
+from diloco import manifest as manifests
+from diloco import storage
+
+
+log = logging.getLogger("diloco")
+
+Path = str | os.PathLike[str]
+
+_STEP = re.compile(r"0|[1-9][0-9]*")  # as `str` writes it: no other folder is ours
+# Our folders of arrays, Orbax's before they are whole, and the manifest before it is.
+_OURS = re.compile(rf"state-[0-9a-f]{{8}}(\..*)?|{re.escape(manifests.NAME)}(\.tmp)?")
+
+
+def root_of(directory: Path) -> epath.Path:
+    """Returns a directory as an absolute path; one with a scheme, such as `gs://`, stays as it is."""
+    text = os.fspath(directory)
+    return epath.Path(text if "://" in text else os.path.abspath(text))
+
+
+def step_folders(directory: epath.Path) -> dict[int, epath.Path]:
+    """Lists the folders whose name is a step, in order, finished or not."""
+    if not directory.exists():
+        return {}
+    folders = {
+        int(p.name): p for p in directory.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()
+    }
+    return dict(sorted(folders.items()))
+
+
+def steps(directory: Path) -> list[int]:
+    """Lists the steps that have a committed checkpoint, oldest first; their files are not checked."""
+    folders = step_folders(root_of(directory))
+    return [step for step, folder in folders.items() if (folder / manifests.NAME).exists()]
+
+
+def of_others(folder: epath.Path) -> bool:
+    """Tells whether something that no save of ours makes is where a step's folder is or is to be."""
+    if not folder.is_dir():
+        return folder.exists()
+    committed = (folder / manifests.NAME).exists()
+    return not committed and any(not _OURS.fullmatch(path.name) for path in folder.iterdir())
+
+
+def remove(folder: epath.Path) -> None:
+    """Removes a checkpoint, its manifest first: a removal that is cut short leaves no checkpoint.
+
+    Raises:
+        OSError: If it is a checkpoint still.
+    """
+    try:
+        (folder / manifests.NAME).unlink()
+    except OSError as error:
+        raise OSError(
+            f"the checkpoint {folder} could not be removed ({storage.reason(error)}); remove it by hand"
+        ) from error
+    drop_unfinished(folder)
+
+
+def drop_unfinished(folder: epath.Path) -> None:
+    """Removes the arrays in a step's folder that its manifest does not name, and the folder if it is empty then.
+
+    A folder whose manifest is damaged is left for a person to look at.
+    """
+    try:
+        keep = manifests.read(folder)["data"] if (folder / manifests.NAME).exists() else None
+    except ValueError:
+        return
+    try:
+        for path in _ours(folder):
+            if path.name not in (manifests.NAME, keep):
+                storage.remove(path)
+        _drop_empty(folder)
+    except OSError as error:
+        why = storage.reason(error)
+        log.warning("%s holds what is no checkpoint and cannot be removed (%s)", folder, why)
+
+
+def drop_failed(folder: epath.Path, data: str) -> None:
+    """Removes what a failed save wrote, if that is possible; else whoever opens the directory next does.
+
+    Args:
+        folder: Of the step.
+        data: Name of the folder of arrays.
+    """
+    unfinished = (data, f"{manifests.NAME}.tmp")
+    if storage.clear(lambda: [p for p in _ours(folder) if p.name.startswith(unfinished)]):
+        with contextlib.suppress(OSError):
+            _drop_empty(folder)
+
+
+def _ours(folder: epath.Path) -> list[epath.Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]
+
+
+def _drop_empty(folder: epath.Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
