@@ -110,6 +110,12 @@ def test_no_run_is_refused(tmp_path):
         write_report([], tmp_path / "report.html")
 
 
+def test_a_full_disk_is_one_sentence(tmp_path):
+    run = make_run(tmp_path / "a", steps=2)
+    with pytest.raises(OSError, match=r"/dev/full could not be written \(No space left .*make room"):
+        write_report([run], "/dev/full")
+
+
 @pytest.mark.parametrize(
     ("low", "high"), [(0.0, 0.0), (5.0, 5.0), (-3.0, 2.0), (1e-9, 2e-9), (0.0, 7e12), (1.7, 5.5)]
 )

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import signal
 
 import jax
@@ -221,6 +222,19 @@ def test_a_loss_that_is_not_finite_stops_the_run(small, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "start", start)
     with pytest.raises(ValueError, match="loss of island 1 is not finite at step 1; lower"):
         training.train(small(), tmp_path / "run")
+
+
+def test_a_disk_that_is_full_during_the_training_is_one_sentence(small, tmpfs, monkeypatch):
+    disk = tmpfs("size=8m")
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_loop", None)
+        with pytest.raises(TypeError):  # right after the first checkpoint
+            training.train(small(), disk / "run")
+    (disk / "ballast").write_bytes(b"x" * shutil.disk_usage(disk).free)
+    with pytest.raises(OSError, match=r"run could not be written \(No space left on .*make room"):
+        training.train(small(), disk / "run")
+    (disk / "ballast").unlink()
+    assert training.train(small(), disk / "run").summary["steps"] == 12
 
 
 def test_a_directory_that_holds_a_run_is_left_alone(run, small):
