@@ -500,18 +500,24 @@ def test_a_path_that_is_a_file_is_a_clear_error(tmp_path):
     assert (tmp_path / "5").read_text() == "mine"
 
 
-def test_a_directory_that_was_removed_is_locked_anew_unless_another_run_has_it(tmp_path):
+@pytest.mark.parametrize(
+    "take_away", [shutil.rmtree, lambda d: d.rename(f"{d}-old-{d.stat().st_ino}")]
+)
+def test_a_directory_that_is_taken_away_is_locked_anew_unless_another_run_has_it(
+    take_away, tmp_path
+):
     directory = tmp_path / "run"
     with Checkpoints(directory) as checkpoints:
-        shutil.rmtree(directory)
+        take_away(directory)
         checkpoints.save(*small_state(1))
         with pytest.raises(ValueError, match="is in use by process"):
             Checkpoints(directory)
         checkpoints.wait()
-        shutil.rmtree(directory)
+        take_away(directory)
         other = Checkpoints(directory)
-        with pytest.raises(ValueError, match="is in use by process"):
-            checkpoints.save(*small_state(2))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="is in use by process"):
+                checkpoints.save(*small_state(2))
         other.close()
         checkpoints.save(*small_state(2))
     assert restoring.steps(directory) == [2]

@@ -112,7 +112,9 @@ def test_no_run_is_refused(tmp_path):
 
 def test_a_full_disk_is_one_sentence(tmp_path):
     run = make_run(tmp_path / "a", steps=2)
-    with pytest.raises(OSError, match=r"/dev/full could not be written \(No space left .*make room"):
+    with pytest.raises(
+        OSError, match=r"/dev/full could not be written \(No space left .*make room"
+    ):
         write_report([run], "/dev/full")
 
 

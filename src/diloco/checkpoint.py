@@ -96,7 +96,7 @@ class Checkpoints:
             extras: What belongs to the state but is no array, fit for JSON, such as positions in the data.
 
         Raises:
-            OSError: If the save before this one failed; older checkpoints are as they were.
+            OSError: If the save before this one failed, or this one cannot begin; older checkpoints are as they were.
             TypeError: If the settings or extras are not fit for JSON.
             ValueError: If the folder of the step holds something else, the directory was removed and is another
                 run's now, or this object is closed.
@@ -104,11 +104,10 @@ class Checkpoints:
         if not self._open:
             raise ValueError(f"the checkpoints in {self._directory} are closed; open them again")
         self.wait()
-        if self._lock is not None and os.fstat(self._lock).st_nlink == 0:
-            # Somebody removed the directory, and with it what kept others out.
-            os.close(self._lock)
-            self._lock = None
-            self._lock = storage.lock(self._directory)
+        if self._lock is not None and not storage.is_locked(self._directory, self._lock):
+            # Somebody removed or moved the directory, and with it what kept others out.
+            lost, self._lock = self._lock, storage.lock(self._directory)
+            os.close(lost)
         manifest = manifests.describe(
             config, state, int(state.step), settings=settings, extras=extras
         )

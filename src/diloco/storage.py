@@ -124,3 +124,11 @@ def lock(directory: epath.Path) -> int | None:
         except OSError:
             os.close(file)
             raise
+
+
+def is_locked(directory: epath.Path, file: int) -> bool:
+    """Tells whether what `lock` returned for a directory is still the lock that is there."""
+    try:
+        return os.path.samestat(os.stat(directory / ".lock"), os.fstat(file))
+    except FileNotFoundError:
+        return False
