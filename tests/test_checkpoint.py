@@ -601,6 +601,14 @@ def test_leaves_that_would_share_a_name_are_refused(tmp_path):
         diloco.save(tmp_path, config, diloco.init(config, {"params": params}))
 
 
+def test_a_leaf_without_elements_is_refused(tmp_path):
+    config = diloco.DiLoCoConfig(num_islands=2, sync_period=4)
+    state = diloco.init(config, {"params": jnp.ones(3), "none": jnp.zeros((0, 4))})
+    with pytest.raises(ValueError, match="inner/none has no elements"):
+        diloco.save(tmp_path, config, state)
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
+
+
 def test_a_folder_in_place_of_a_manifest_falls_back(tmp_path):
     for step in (1, 2):
         diloco.save(tmp_path, *small_state(step))

@@ -99,7 +99,7 @@ class Checkpoints:
             OSError: If the save before this one failed, or this one cannot begin; older checkpoints are as they were.
             TypeError: If the settings or extras are not fit for JSON.
             ValueError: If the folder of the step holds something else, the directory was removed and is another
-                run's now, or this object is closed.
+                run's now, a leaf has no elements, or this object is closed.
         """
         if not self._open:
             raise ValueError(f"the checkpoints in {self._directory} are closed; open them again")
@@ -117,8 +117,12 @@ class Checkpoints:
             raise ValueError(
                 f"{folder} holds something that is no checkpoint of this run; give another directory"
             )
-        folders.drop_unfinished(folder)  # of a save that failed
         arrays = {name: _stored(leaf) for name, leaf in named_leaves(state).items()}
+        if empty := [name for name, array in arrays.items() if not array.size]:
+            raise ValueError(
+                f"{empty[0]} has no elements, which Orbax cannot store; leave it out of the state"
+            )
+        folders.drop_unfinished(folder)  # of a save that failed
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._writer.save(folder / manifest["data"], args=ocp.args.PyTreeSave(arrays))
