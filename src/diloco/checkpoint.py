@@ -113,7 +113,9 @@ class Checkpoints:
         )
         manifest["data"] = f"state-{secrets.token_hex(4)}"
         folder = self._directory / str(manifest["step"])
-        if folders.of_others(folder):
+        with storage.writing(folder):
+            others = folders.of_others(folder)
+        if others:
             raise ValueError(
                 f"{folder} holds something that is no checkpoint of this run; give another directory"
             )

@@ -17,7 +17,7 @@ def writing(path: Path | epath.Path | str) -> Iterator[None]:
     """Turns the system's errors inside a `with` block into one sentence with the path, the reason and the remedy.
 
     Args:
-        path: What is written, for the message.
+        path: What is written, a file or a folder, for the message.
 
     Raises:
         OSError: If the block failed for a reason of the system, whichever library reported it. Other errors stay
@@ -37,7 +37,8 @@ def writing(path: Path | epath.Path | str) -> Iterator[None]:
     except Exception as error:
         if not system_code(error):
             raise
-        raise OSError(f"{path} could not be written ({reason(error)}); {remedy(error)}") from error
+        where = getattr(error, "filename", None) or path  # the file, where the system names it
+        raise OSError(f"{where} could not be written ({reason(error)}); {remedy(error)}") from error
 
 
 def system_code(error: Exception) -> int | None:
