@@ -531,7 +531,7 @@ def test_a_folder_that_is_removed_during_its_save_is_said_to_be(tmp_path, monkey
         return hash_files(folder)
 
     monkeypatch.setattr(manifest, "hash_files", remove_first)
-    with pytest.raises(OSError, match=r"1 could not be written \(it was removed meanwhile\)"):
+    with pytest.raises(OSError, match="1 was removed while it was written"):
         diloco.save(tmp_path, *small_state(1))
     assert [p.name for p in tmp_path.iterdir()] == [".lock"]
 
@@ -581,7 +581,19 @@ def test_folders_of_others_are_left_alone(tmp_path):
     (tmp_path / "2024" / "state-of-texas" / "notes.txt").write_text("mine")
     (tmp_path / "007").mkdir()
     (tmp_path / "5").write_text("a file")
-    diloco.save(tmp_path, *small_state(1))
+    (tmp_path / "6").mkdir()
+    for name in ("manifest.json", "data.bin"):
+        (tmp_path / "6" / name).write_text('{"of": "another program"}')
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in (7, 8):
+            checkpoints.save(*small_state(step))
+        checkpoints.wait()
+        checkpoints.drop_after(3)
+        with pytest.raises(ValueError, match="6 holds something that is no checkpoint of this run"):
+            checkpoints.save(*small_state(6))
+        checkpoints.save(*small_state(1))
+    assert len(list((tmp_path / "6").iterdir())) == 2
+    assert "another program" in (tmp_path / "6" / "manifest.json").read_text()
     assert (tmp_path / "2024" / "state-of-texas" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "007").is_dir() and (tmp_path / "5").is_file()
     assert diloco.latest(tmp_path) == 1

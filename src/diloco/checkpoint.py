@@ -114,8 +114,8 @@ class Checkpoints:
         manifest["data"] = f"state-{secrets.token_hex(4)}"
         folder = self._directory / str(manifest["step"])
         with storage.writing(folder):
-            others = folders.of_others(folder)
-        if others:
+            ours = folders.is_ours(folder)
+        if not ours:
             raise ValueError(
                 f"{folder} holds something that is no checkpoint of this run; give another directory"
             )
@@ -130,7 +130,8 @@ class Checkpoints:
             self._writer.save(folder / manifest["data"], args=ocp.args.PyTreeSave(arrays))
         except Exception as error:
             raise self._failed(folder, manifest["data"], error) from error
-        self._thread = threading.Thread(target=self._commit, args=(folder, manifest))
+        arguments = folder, manifest, storage.identity(folder)
+        self._thread = threading.Thread(target=self._commit, args=arguments)
         self._thread.start()
 
     def wait(self) -> None:
@@ -153,7 +154,8 @@ class Checkpoints:
             OSError: If one cannot be removed: a later resume would take it for this run's.
         """
         for later in [s for s in folders.steps(self._directory) if s > step]:
-            folders.remove(self._directory / str(later))
+            if folders.is_ours(self._directory / str(later)):
+                folders.remove(self._directory / str(later))
 
     def close(self) -> None:
         """Waits for the last save, stops the writer and opens the lock."""
@@ -172,32 +174,37 @@ class Checkpoints:
     def __exit__(self, *exception):
         self.close()
 
-    def _commit(self, folder: epath.Path, manifest: dict[str, Any]) -> None:
+    def _commit(
+        self, folder: epath.Path, manifest: dict[str, Any], was: tuple[int, int] | None
+    ) -> None:
         try:
             self._writer.wait_until_finished()
             manifest["files"] = manifests.hash_files(folder / manifest["data"])
             manifests.write(folder, manifest)
         except Exception as error:
-            removed = None if folder.exists() else "it was removed meanwhile"
-            self._error = self._failed(folder, manifest["data"], error, why=removed)
+            removed = storage.identity(folder) != was
+            self._error = self._failed(folder, manifest["data"], error)
+            if removed:
+                self._error = OSError(
+                    f"the checkpoint {folder} was removed while it was written; leave the directory to the run"
+                )
             self._error.__cause__ = error
             return
         # Committed. What cannot be removed now only takes up room.
         folders.drop_unfinished(folder)  # what this one replaced
         old = [] if self._keep is None else folders.steps(self._directory)[: -self._keep]
-        for step in old:
-            if step != manifest["step"]:  # never the one just written, whatever is there
-                try:
-                    folders.remove(self._directory / str(step))
-                except OSError as error:
-                    log.warning("%s", error)
+        for dropped in [self._directory / str(step) for step in old]:
+            try:
+                # Never the one just written, whatever is there.
+                if dropped != folder and folders.is_ours(dropped):
+                    folders.remove(dropped)
+            except OSError as error:
+                log.warning("%s", error)
 
-    def _failed(
-        self, folder: epath.Path, data: str, error: Exception, why: str | None = None
-    ) -> OSError:
+    def _failed(self, folder: epath.Path, data: str, error: Exception) -> OSError:
         folders.drop_failed(folder, data)
         return OSError(
-            f"the checkpoint {folder} could not be written ({why or storage.reason(error)}); "
+            f"the checkpoint {folder} could not be written ({storage.reason(error)}); "
             f"older checkpoints are as they were; {storage.remedy(error)}"
         )
 

@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -69,9 +70,10 @@ def train(
             f"--resume {resume} is not known; use never, auto or the step of a checkpoint"
         )
     settings = load_recipe(recipe, _changes(set, data))
-    # The storage library reports an error in its threads and event loops too; we say it once, in a line.
+    # The storage library reports an error in its threads and event loops too; we say it once.
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     threading.excepthook = sys.unraisablehook = lambda _: None
     run(
         settings,

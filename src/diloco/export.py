@@ -85,8 +85,8 @@ def to_orbax(params: Any, path: Path | str) -> Path:
         with storage.writing(path), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(path, args=ocp.args.StandardSave(tree))
     except Exception:
-        unfinished = f"{path.name}.orbax-checkpoint-tmp*"
-        storage.clear(lambda: [*path.parent.glob(path.name), *path.parent.glob(unfinished)])
+        unfinished = path.with_name(f"{path.name}.orbax-checkpoint-tmp")
+        storage.clear(lambda: [p for p in (path, unfinished) if p.exists()])
         raise
     return path
 

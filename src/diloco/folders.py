@@ -45,12 +45,15 @@ def steps(directory: Path) -> list[int]:
     return [step for step, folder in folders.items() if (folder / manifests.NAME).exists()]
 
 
-def of_others(folder: epath.Path) -> bool:
-    """Tells whether something that no save of ours makes is where a step's folder is or is to be."""
+def is_ours(folder: epath.Path) -> bool:
+    """Tells whether a step's folder may be written or removed: it is a checkpoint, or holds only what saves make."""
     if not folder.is_dir():
-        return folder.exists()
-    committed = (folder / manifests.NAME).exists()
-    return not committed and any(not _OURS.fullmatch(path.name) for path in folder.iterdir())
+        return not folder.exists()
+    try:
+        manifests.read(folder)
+    except ValueError:
+        return all(_OURS.fullmatch(path.name) for path in folder.iterdir())
+    return True
 
 
 def remove(folder: epath.Path) -> None:

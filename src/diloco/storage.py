@@ -129,7 +129,13 @@ def lock(directory: epath.Path) -> int | None:
 
 def is_locked(directory: epath.Path, file: int) -> bool:
     """Tells whether what `lock` returned for a directory is still the lock that is there."""
+    return identity(directory / ".lock") == identity(file)
+
+
+def identity(path: epath.Path | int) -> tuple[int, int] | None:
+    """Returns what tells a local file or folder from another of the same name; None if there is none."""
     try:
-        return os.path.samestat(os.stat(directory / ".lock"), os.fstat(file))
-    except FileNotFoundError:
-        return False
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
