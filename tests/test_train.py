@@ -284,3 +284,8 @@ def test_a_run_goes_back_to_a_named_step_or_refuses_to_resume(run, small, tmp_pa
         training.train(small(), first.run_dir, resume="never")
     with pytest.raises(ValueError, match="7"):
         training.train(small(), first.run_dir, resume=7)
+    (first.run_dir / "metrics.jsonl").unlink()  # its checkpoints would be taken for the new run's
+    with pytest.raises(ValueError, match="already holds a run"):
+        training.train(small(), first.run_dir, resume="never")
+    with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, but had"):
+        training.train(small(), first.run_dir, resume=8)

@@ -67,7 +67,7 @@ def place(recipe: Recipe, run_dir: Path, resume: Resume) -> int | None:
         raise ValueError(
             f"{run_dir} has no checkpoint to resume from; leave --resume out to start a run"
         )
-    if metrics.exists():
+    if metrics.exists() or saved:
         raise ValueError(f"{run_dir} already holds a run; give another --run-dir or remove it")
     return None
 

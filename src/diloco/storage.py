@@ -128,7 +128,15 @@ def lock(directory: epath.Path) -> int | None:
 
 
 def is_locked(directory: epath.Path, file: int) -> bool:
-    """Tells whether what `lock` returned for a directory is still the lock that is there."""
+    """Tells whether a lock still is the one that keeps others out: the directory may have been removed or moved.
+
+    Args:
+        directory: Which one.
+        file: What `lock` returned for it.
+
+    Returns:
+        Whether the directory has this very lock.
+    """
     return identity(directory / ".lock") == identity(file)
 
 
