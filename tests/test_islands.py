@@ -1,7 +1,11 @@
 """Starting from one model, joining, leaving, and islands that go bad."""
 
 import dataclasses
+import gc
 import json
+import re
+import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -151,8 +155,10 @@ def test_bootstrap_casts_a_bfloat16_checkpoint(tmp_path):
 
 
 def test_bootstrap_refuses_what_is_no_source(ours, tmp_path):
-    with pytest.raises(ValueError, match="is no checkpoint of a tree that Orbax wrote"):
-        diloco.bootstrap(CONFIG, tmp_path, trained(), take="params")
+    (tmp_path / "file").write_text("")
+    for source in (tmp_path, tmp_path / "file", tmp_path / "absent"):
+        with pytest.raises(ValueError, match="no checkpoint of ours and no tree that Orbax wrote"):
+            diloco.bootstrap(CONFIG, source, trained(), take="params")
     with pytest.raises(ValueError, match="take 'all' is not known"):
         diloco.bootstrap(CONFIG, ours, trained(), take="all")
     diloco.save(tmp_path, CONFIG, diloco.init(CONFIG, trained()))
@@ -160,6 +166,42 @@ def test_bootstrap_refuses_what_is_no_source(ours, tmp_path):
         diloco.bootstrap(CONFIG, tmp_path, trained(), take="state")
     state = diloco.bootstrap(CONFIG, tmp_path, trained(seed=1), take="params")
     assert_equal(state.outer_params, trained()["params"])
+
+
+@pytest.mark.parametrize("use_ocdbt", [False, True])
+def test_bootstrap_reads_no_part_of_a_source_that_has_lost_one(use_ocdbt, tmp_path, monkeypatch):
+    """A file that is missing is an error, or was not needed: it never reads as zeros."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # Orbax leaves coroutines unfinished
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    params = trained()["params"]
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)) as writer:
+        writer.save(source, params)
+    refused = 0
+    for file in [f for f in sorted(source.rglob("*")) if f.is_file() and f.name != "_METADATA"]:
+        shutil.copytree(source, copy)
+        (copy / file.relative_to(source)).unlink()
+        try:
+            state = diloco.bootstrap(CONFIG, copy, trained(seed=1), take="params")
+        except ValueError as error:
+            assert re.search(rf"{copy} cannot be read \(.+\); copy it anew", str(error))
+            refused += 1
+        else:
+            assert_equal(state.outer_params, params)
+        shutil.rmtree(copy)
+    assert refused >= 2
+    (source / "_METADATA").write_text("{")
+    with pytest.raises(ValueError, match="source cannot be read"):
+        diloco.bootstrap(CONFIG, source, trained(seed=1), take="params")
+    gc.collect()
+
+
+@pytest.mark.parametrize("take", ["params", "state"])
+def test_bootstrap_refuses_parameters_that_are_not_finite(take, tmp_path):
+    bad = trained()
+    bad["params"]["head"] = bad["params"]["head"].at[3].set(jnp.nan)
+    diloco.save(tmp_path, ONE, diloco.init(ONE, bad))
+    with pytest.raises(ValueError, match="has values in head that are not finite"):
+        diloco.bootstrap(CONFIG, tmp_path, trained(), take=take)
 
 
 def apart(num_islands=2):

@@ -31,7 +31,7 @@ def root_of(directory: Path) -> epath.Path:
 
 def step_folders(directory: epath.Path) -> dict[int, epath.Path]:
     """Lists the folders whose name is a step, in order, finished or not."""
-    if not directory.exists():
+    if not directory.is_dir():
         return {}
     folders = {
         int(p.name): p for p in directory.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()

@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco import restoring, spmd
+from diloco import restoring, sources, spmd
 from diloco import state as states
 from diloco.config import DiLoCoConfig
 from diloco.leaves import check_leaves, kind, named_leaves
@@ -56,8 +54,8 @@ def bootstrap(
         The state at step 0; every leaf is concrete, and each that was read is named in the log.
 
     Raises:
-        ValueError: If the source is no such checkpoint, or a leaf is missing, extra, of another shape, or abstract
-            though it is not read.
+        ValueError: If the source is no such checkpoint or cannot be read, a parameter is not finite, or a leaf is
+            missing, extra, of another shape, or abstract though it is not read.
 
     Example:
         >>> import tempfile, diloco
@@ -73,7 +71,7 @@ def bootstrap(
     lens = states.params_lens(inner_state, params)
     wanted = lens.get(inner_state) if take == "params" else inner_state
     root = restoring.root_of(source)
-    found = _read(root, named_leaves(wanted), take)
+    found = sources.read(root, named_leaves(wanted), take)
     new = jax.tree.unflatten(jax.tree.structure(wanted), list(found.values()))
     inner = lens.set(inner_state, new) if take == "params" else new
     for name, leaf in named_leaves(inner).items():
@@ -83,6 +81,11 @@ def bootstrap(
             )
     for name, leaf in found.items():
         log.info("bootstrap: read %s, %s%s", name, leaf.dtype, list(leaf.shape))
+    for name, leaf in named_leaves(lens.get(inner)).items():
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not jnp.isfinite(leaf).all():
+            raise ValueError(
+                f"{root} has values in {name} that are not finite; name an earlier checkpoint"
+            )
     log.info("bootstrap: %d leaves read from %s", len(found), root)
     return spmd.init(config, inner, mesh=mesh, params=params, outer_optimizer=outer_optimizer)
 
@@ -222,65 +225,3 @@ def _island_spec(leaf: jax.Array) -> P:
 
 def _fold_in(keys: jax.Array, number: int) -> jax.Array:
     return jnp.vectorize(jax.random.fold_in)(keys, jnp.full(keys.shape, number, jnp.uint32))
-
-
-def _read(root: epath.Path, wanted: dict[str, Any], take: str) -> dict[str, Any]:
-    """Reads leaves by name from the checkpoint of one model: ours, or a tree that Orbax wrote."""
-    folder, prefixes, islands = _open(root, take)
-    metadata = _metadata(folder)
-    if metadata is None:
-        raise ValueError(
-            f"{root} is no checkpoint of a tree that Orbax wrote; name a directory with a _METADATA file"
-        )
-    stored = named_leaves(metadata)
-
-    def below(prefix: str) -> dict[str, str]:
-        names = {n: n[len(prefix) :].lstrip("/") for n in stored}
-        inside = [n for n in stored if not prefix or n == prefix or n.startswith(f"{prefix}/")]
-        return {names[n]: n for n in inside}
-
-    full = max(map(below, prefixes), key=lambda names: len(wanted.keys() & names.keys()))
-    lead = (1,) if islands else ()
-    targets = {
-        name: jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype, sharding=_lead(leaf, lead))
-        for name, leaf in wanted.items()
-    }
-    words = {name: restoring.target(leaf) for name, leaf in targets.items()}
-    check_leaves({name: kind(stored[n]) for name, n in full.items()}, words, str(folder), cast=True)
-    by_name = {full[name]: leaf for name, leaf in words.items()}
-    tree = jax.tree.structure(metadata).unflatten(by_name.get(n, ocp.PLACEHOLDER) for n in stored)
-    loaded = named_leaves(restoring.load(folder, tree))
-    found = {name: restoring.as_wanted(loaded[full[name]], targets[name]) for name in wanted}
-    return {name: leaf[0] if lead else leaf for name, leaf in found.items()}
-
-
-def _open(root: epath.Path, take: str) -> tuple[epath.Path, tuple[str, ...], bool]:
-    """Finds the folder of arrays, where in it the leaves may be, and whether they have an island axis."""
-    if not restoring.steps(root):
-        places = [root, root / "items", root / "default", root / "state"]
-        folder = next((p for p in places if (p / "_METADATA").exists()), root)
-        return folder, ("", "params", "params/params") if take == "params" else ("",), False
-    folder, manifest = restoring.intact(root)
-    islands = manifest["algorithm"]["num_islands"]
-    if take == "state" and islands != 1:
-        raise ValueError(
-            f"step {manifest['step']} in {root} is of {islands} islands, whose states differ; take='params' starts "
-            "from Theta, and diloco.resize goes on with another number of islands"
-        )
-    place = ("outer_params",) if take == "params" else ("inner",)
-    return folder / manifest["data"], place, take == "state"
-
-
-def _metadata(folder: epath.Path) -> Any:
-    if not (folder / "_METADATA").exists():
-        return None
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        found = reader.metadata(folder)
-    return getattr(found, "item_metadata", found).tree
-
-
-def _lead(leaf: Any, lead: tuple[int, ...]) -> Any:
-    sharding = getattr(leaf, "sharding", None)
-    if lead and isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, P(None, *sharding.spec))
-    return sharding
