@@ -1,5 +1,6 @@
 """Docstrings, equations, symbols and pages agree with each other."""
 
+import functools
 import importlib
 import inspect
 import json
@@ -67,6 +68,17 @@ def test_every_name_of_the_package_has_an_example(name):
     assert value.__doc__
     if not inspect.ismodule(value):
         assert ">>>" in value.__doc__, f"diloco.{name} has no example"
+
+
+def test_every_name_in_the_prose_needs_no_more_than_import_diloco():
+    texts = [p.read_text(encoding="utf-8") for p in [*PAGES, *SOURCES, ROOT / "README.md"]]
+    named = {n for t in texts for n in re.findall(r"`(diloco(?:\.\w+)+)[`(]", t)}
+    assert len(named) > 20
+    for name in named:
+        first, *rest = name.split(".")[1:]
+        eager = first in ("DiLoCoConfig", "schedule")
+        value = getattr(diloco, first) if eager else diloco.__getattr__(first)
+        functools.reduce(getattr, rest, value)
 
 
 def explained(value) -> set[str]:

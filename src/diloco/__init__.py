@@ -1,6 +1,7 @@
 """DiLoCo and Streaming DiLoCo in JAX: islands that train apart and talk rarely."""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from diloco.config import DiLoCoConfig
@@ -51,14 +52,13 @@ _MODULE = {
     "resize": "islands",
     "restore": "restoring",
     "save": "checkpoint",
-    "sharding": "sharding",
-    "wire": "wire",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name at its first use, so that `diloco --help` does not wait for JAX."""
-    if name not in _MODULE:
+    """Imports a public name or a module at its first use, so that `diloco --help` does not wait for JAX."""
+    module = f"{__name__}.{_MODULE.get(name, name)}"
+    if name.startswith("_") or not importlib.util.find_spec(module):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"diloco.{_MODULE[name]}")
-    return module if _MODULE[name] == name else getattr(module, name)
+    found = importlib.import_module(module)
+    return getattr(found, name) if name in _MODULE else found
