@@ -279,12 +279,26 @@ def test_resize_moves_to_another_mesh(devices):
         ({"num_islands": 2, "stay": (2,)}, r"stay \[2\] does not name islands"),
         ({"num_islands": 2, "stay": ()}, r"stay \[\] does not name islands"),
         ({"num_islands": 3, "newcomers": {"params": trained()["params"]}}, "newcomers lacks"),
+        ({"num_islands": 3, "newcomers": "fresh"}, "newcomers 'fresh' is not known; use 'copy'"),
+        ({"num_islands": 0}, "num_islands 0"),
     ],
 )
 def test_resize_refuses_what_cannot_be(arguments, message):
     config, state = apart()
     with pytest.raises(ValueError, match=message):
         diloco.resize(config, state, **{"newcomers": "copy"} | arguments)
+
+
+def test_a_config_of_another_number_of_islands_is_refused(tmp_path):
+    """Island 1 would be lost without a word, or saved as what nobody can restore."""
+    _, state = apart()
+    message = r"state\.inner/\S+ has shape \(2.*must be num_islands 1; give the config of the state"
+    with pytest.raises(ValueError, match=message):
+        diloco.resize(ONE, state, 3, newcomers="copy")
+    with pytest.raises(ValueError, match=message):
+        diloco.save(tmp_path, ONE, state)
+    with pytest.raises(ValueError, match="must be num_islands 1; start the state with"):
+        diloco.flush(ONE, state)
 
 
 @pytest.fixture(scope="module")

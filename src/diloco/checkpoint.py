@@ -20,7 +20,7 @@ from diloco import manifest as manifests
 from diloco.config import DiLoCoConfig
 from diloco.folders import Path
 from diloco.leaves import named_leaves
-from diloco.state import DiLoCoState
+from diloco.state import DiLoCoState, check_islands
 
 
 log = logging.getLogger("diloco")
@@ -30,7 +30,8 @@ class Checkpoints:
     """A directory of checkpoints that one run writes, in the background.
 
     `save` returns once the state is copied to the host; the files are written, hashed and committed meanwhile. An
-    error of a save is raised by the next `save` or `wait`. A context manager: leaving it waits for the last save.
+    error of a save is raised by the next `save` or `wait`. A context manager: leaving it waits for the last save. For
+    one thread: it is not safe to save from several.
 
     Args:
         directory: Where; a local path, or one that `etils.epath` knows, such as `gs://`. A local one is locked
@@ -99,10 +100,12 @@ class Checkpoints:
             OSError: If the save before this one failed, or this one cannot begin; older checkpoints are as they were.
             TypeError: If the settings or extras are not fit for JSON.
             ValueError: If the folder of the step holds something else, the directory was removed and is another
-                run's now, a leaf has no elements, or this object is closed.
+                run's now, the state is of another number of islands, a leaf has no elements, or this object is
+                closed.
         """
         if not self._open:
             raise ValueError(f"the checkpoints in {self._directory} are closed; open them again")
+        check_islands(state.inner, config.num_islands, remedy="give the config of the state")
         self.wait()
         if self._lock is not None and not storage.is_locked(self._directory, self._lock):
             # Somebody removed or moved the directory, and with it what kept others out.

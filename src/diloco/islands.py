@@ -123,7 +123,8 @@ def resize(
         The state of M' islands.
 
     Raises:
-        ValueError: If an island in `stay` does not exist, occurs twice, or there are more of them than M'.
+        ValueError: If an island in `stay` does not exist, occurs twice, or there are more of them than M'; if M' is
+            below 1, the state has not M islands, or `newcomers` has other leaves than the inner state.
 
     Example:
         >>> import diloco
@@ -133,6 +134,8 @@ def resize(
         >>> resize(config, state, 3, newcomers="copy").inner["params"].tolist()
         [1.0, 2.0, 0.0]
     """
+    new_config = dataclasses.replace(config, num_islands=num_islands)
+    states.check_islands(state.inner, config.num_islands, remedy="give the config of the state")
     keep = list(range(min(config.num_islands, num_islands)) if stay is None else stay)
     if not keep or len(set(keep)) < len(keep) or not set(keep) <= set(range(config.num_islands)):
         raise ValueError(
@@ -142,11 +145,14 @@ def resize(
         raise ValueError(
             f"stay names {len(keep)} islands for num_islands {num_islands}; name fewer"
         )
-    new_config = dataclasses.replace(config, num_islands=num_islands)
     check_mesh(new_config, mesh)
     first = jax.tree.map(lambda x: x[keep[0]], state.inner)
     lens = states.params_lens(first, params)
-    source = first if isinstance(newcomers, str) and newcomers == "copy" else newcomers
+    if isinstance(newcomers, str) and newcomers != "copy":
+        raise ValueError(
+            f"newcomers {newcomers!r} is not known; use 'copy', or give the inner state of one island"
+        )
+    source = first if isinstance(newcomers, str) else newcomers
     check_leaves(
         {name: kind(leaf) for name, leaf in named_leaves(source).items()},
         named_leaves(first),

@@ -143,13 +143,9 @@ def build_train_step(
     @jax.jit  # so that it also runs outside of the caller's own jit
     @drjax.program(placements={AXIS: config.num_islands})
     def train_step(state: DiLoCoState, batch: Any) -> tuple[DiLoCoState, Any]:
-        _check_leading(
-            config,
-            state.inner,
-            "state.inner",
-            "start the state with diloco.init of the same configuration",
-        )
-        _check_leading(config, batch, "batch", "split it with diloco.sharding.split_batch")
+        states.check_islands(state.inner, config.num_islands)
+        remedy = "split it with diloco.sharding.split_batch"
+        states.check_islands(batch, config.num_islands, "batch", remedy)
         x = _exchange(config, _one_island(state.inner), mesh, params, outer_optimizer)
         _check_state(x, state)
         inner, metrics = drjax.map_fn(inner_step, (state.inner, batch), mesh=x.mesh)
@@ -186,6 +182,9 @@ def flush(
     Returns:
         The state with every fragment sent, then applied; `step` stays.
 
+    Raises:
+        ValueError: If the state was started with another number of islands or fragments, or other error feedback.
+
     Example:
         >>> config = DiLoCoConfig(num_islands=2, sync_period=4, outer_learning_rate=1.0, outer_momentum=0.0)
         >>> state = init(config, {"params": jnp.zeros(())})
@@ -196,6 +195,7 @@ def flush(
 
     @drjax.program(placements={AXIS: config.num_islands})
     def run(state):
+        states.check_islands(state.inner, config.num_islands)
         x = _exchange(config, _one_island(state.inner), mesh, params, outer_optimizer)
         _check_state(x, state)
         state = jax.lax.fori_loop(
@@ -244,18 +244,6 @@ def _concrete(leaf: Any) -> bool:
 
 def _drop_island_axis(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, type(sharding.spec)(*sharding.spec[1:]))
-
-
-def _check_leading(config: DiLoCoConfig, tree: Any, name: str, remedy: str) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] != config.num_islands:
-            where = "/".join(
-                filter(None, (name, jax.tree_util.keystr(path, simple=True, separator="/")))
-            )
-            raise ValueError(
-                f"{where} has shape {shape}, but its first axis must be num_islands {config.num_islands}; {remedy}"
-            )
 
 
 def _check_state(x: exchange.Exchange, state: DiLoCoState) -> None:

@@ -109,3 +109,35 @@ def as_outer(params: Any) -> Any:
         return jnp.array(x, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(convert, params)
+
+
+def check_islands(
+    tree: Any,
+    num_islands: int,
+    name: str = "state.inner",
+    remedy: str = "start the state with diloco.init of the same configuration",
+) -> None:
+    """Checks that every leaf has the island axis in front.
+
+    Args:
+        tree: Any pytree, leaves `[M, ...]`.
+        num_islands: M.
+        name: What the tree is, for the message.
+        remedy: How the message ends.
+
+    Raises:
+        ValueError: If a leaf has not; the message names it.
+
+    Example:
+        >>> check_islands({"w": jnp.ones((2, 5))}, 3)
+        Traceback (most recent call last):
+        ValueError: state.inner/w has shape (2, 5), but its first axis must be num_islands 3; ...
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] != num_islands:
+            key = jax.tree_util.keystr(path, simple=True, separator="/")
+            where = f"{name}/{key}" if key else name
+            raise ValueError(
+                f"{where} has shape {shape}, but its first axis must be num_islands {num_islands}; {remedy}"
+            )
