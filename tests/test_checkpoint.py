@@ -500,29 +500,96 @@ def test_a_path_that_is_a_file_is_a_clear_error(tmp_path):
     assert (tmp_path / "5").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    "take_away", [shutil.rmtree, lambda d: d.rename(f"{d}-old-{d.stat().st_ino}")]
-)
-def test_a_directory_that_is_taken_away_is_locked_anew_unless_another_run_has_it(
-    take_away, tmp_path
-):
+@pytest.mark.parametrize("take_away", [shutil.rmtree, lambda d: d.rename(f"{d}-old")])
+def test_a_run_whose_directory_was_taken_away_writes_in_no_other(take_away, tmp_path):
+    """What is there now may be another run's, one that ended too."""
     directory = tmp_path / "run"
     with Checkpoints(directory) as checkpoints:
-        take_away(directory)
         checkpoints.save(*small_state(1))
-        with pytest.raises(ValueError, match="is in use by process"):
-            Checkpoints(directory)
         checkpoints.wait()
         take_away(directory)
-        other = Checkpoints(directory)
+        with pytest.raises(ValueError, match="was removed or moved while the run had it"):
+            checkpoints.save(*small_state(2))
+        diloco.save(directory, *small_state(9))
         for _ in range(2):
-            with pytest.raises(ValueError, match="is in use by process"):
+            with pytest.raises(ValueError, match="was removed or moved while the run had it"):
                 checkpoints.save(*small_state(2))
-        other.close()
-        checkpoints.save(*small_state(2))
-    assert restoring.steps(directory) == [2]
+    assert restoring.steps(directory) == [9]
     with pytest.raises(ValueError, match="are closed; open them again"):
         checkpoints.save(*small_state(3))
+
+
+def test_what_is_dropped_includes_a_save_that_is_running(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(*small_state(3))
+        checkpoints.save(*small_state(6))
+        checkpoints.drop_after(3)
+        assert restoring.steps(tmp_path) == [3]
+
+
+def test_the_error_that_ends_a_block_is_not_replaced_by_that_of_the_save(
+    tmp_path, monkeypatch, caplog
+):
+    def fail(folder):
+        raise OSError("no hash")
+
+    monkeypatch.setattr(manifest, "hash_files", fail)
+    with (
+        pytest.raises(ValueError, match="loss is nan"),
+        Checkpoints(tmp_path) as checkpoints,
+    ):
+        checkpoints.save(*small_state(1))
+        raise ValueError("loss is nan")
+    assert "no hash" in caplog.text
+
+
+@pytest.mark.parametrize("files", [("manifest.json",), ("state-12345678/mine", "notes"), ()])
+def test_a_numbered_folder_of_another_program_is_left_as_it_is(files, tmp_path):
+    folder = tmp_path / "1"
+    folder.mkdir()
+    for name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text('{"name": "my web app"}')
+    before = sorted(folder.rglob("*"))
+    for step in (2, 3):
+        diloco.save(tmp_path, *small_state(step), keep=1)
+    if files:
+        with pytest.raises(ValueError, match="holds something that is no checkpoint of this run"):
+            diloco.save(tmp_path, *small_state(1))
+    assert folder.is_dir() and sorted(folder.rglob("*")) == before
+
+
+def test_a_lock_file_of_another_program_is_left_as_it_is(tmp_path):
+    (tmp_path / ".lock").write_text("mine")
+    with pytest.raises(ValueError, match=r"\.lock is of another program"):
+        Checkpoints(tmp_path)
+    (tmp_path / "precious").write_text("")
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").symlink_to("precious")
+    with pytest.raises(OSError, match="could not be written"):
+        Checkpoints(tmp_path)
+    assert (tmp_path / "precious").read_text() == ""
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float64])
+def test_a_leaf_that_would_come_back_in_half_is_refused(dtype, tmp_path):
+    config, state = small_state()
+    state = state._replace(inner={**state.inner, "n": np.ones(config.num_islands, dtype)})
+    with pytest.raises(ValueError, match=r"inner/n is \w+64, which would come back as \w+32"):
+        diloco.save(tmp_path, config, state)
+    assert restoring.steps(tmp_path) == []
+
+
+def test_settings_hide_nothing_whatever_they_are_called():
+    def of(algorithm, settings):
+        return {"algorithm": algorithm, "settings": settings}
+
+    same = {"diloco": "0.1"}
+    assert manifest.differences(of({"mixing": 0.0}, same), of({"mixing": 0.5}, same)) == [
+        "diloco.mixing was 0.0 and is 0.5"
+    ]
+    for old, new in (({"a.b": 1}, {"a": {"b": 1}}), ({"a": {}}, {}), ({"a": {}}, {"a": 0})):
+        assert manifest.differences(of({}, old), of({}, new))
 
 
 def test_a_folder_that_is_removed_during_its_save_is_said_to_be(tmp_path, monkeypatch):
@@ -610,6 +677,9 @@ def test_leaves_that_would_share_a_name_are_refused(tmp_path):
     config = diloco.DiLoCoConfig(num_islands=2, sync_period=4)
     params = {"a/b": jnp.ones(3), "a": {"b": jnp.zeros(3)}}
     with pytest.raises(ValueError, match="two leaves would both be named 'inner/params/a/b'"):
+        diloco.save(tmp_path, config, diloco.init(config, {"params": params}))
+    params = {"a": jnp.ones(3), "a/": jnp.zeros(3)}  # a path, to the store of arrays
+    with pytest.raises(ValueError, match="two leaves would both be named 'inner/params/a/'"):
         diloco.save(tmp_path, config, diloco.init(config, {"params": params}))
 
 

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +56,33 @@ def test_orbax_loads_elsewhere(tmp_path):
     assert shown == "15.0 4.0 ()"
     with pytest.raises(ValueError, match="exists already; give another path"):
         export.to_orbax(THETA, path)
+
+
+def test_exports_touch_no_files_beside_them(tmp_path):
+    params = {"w": np.ones(3, np.float32)}
+    for name in ("theta.tmp", "theta.orbax-checkpoint-tmp"):
+        (tmp_path / name).write_text("mine")
+    export.to_safetensors(params, tmp_path / "theta")
+    assert (tmp_path / "theta").stat().st_mode == (tmp_path / "theta.tmp").stat().st_mode
+    with pytest.raises(ValueError, match="theta exists already"):
+        export.to_orbax(params, tmp_path / "theta")
+    (tmp_path / "theta").unlink()
+    with pytest.raises(ValueError, match=r"theta\.orbax-checkpoint-tmp exists already"):
+        export.to_orbax(params, tmp_path / "theta")
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "theta.tmp": "mine",
+        "theta.orbax-checkpoint-tmp": "mine",
+    }
+
+
+@pytest.mark.parametrize("write", [export.to_safetensors, export.to_orbax])
+def test_no_parameter_is_lost_under_the_name_of_another(write, tmp_path):
+    params = OrderedDict([(1, np.ones(2)), ("1", np.zeros(2))])
+    with pytest.raises(ValueError, match="two leaves would both be named '1'"):
+        write(params, tmp_path / "theta")
+    with pytest.raises(ValueError, match="__metadata__"):
+        export.to_safetensors({"__metadata__": np.ones(2)}, tmp_path / "theta")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_failed_export_leaves_what_was_there(tmp_path):

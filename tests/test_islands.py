@@ -289,6 +289,19 @@ def test_resize_refuses_what_cannot_be(arguments, message):
         diloco.resize(config, state, **{"newcomers": "copy"} | arguments)
 
 
+def test_newcomers_never_draw_the_keys_of_islands_that_stay():
+    config = diloco.DiLoCoConfig(num_islands=2, sync_period=4)
+    wider = dataclasses.replace(config, num_islands=3)
+    state = diloco.init(config, {"params": jnp.ones(3), "key": jax.random.key(0)})
+    state = diloco.resize(config, state, 3, newcomers="copy")
+    state = diloco.resize(wider, state, 2, newcomers="copy", stay=(0, 2))
+    for num_islands in (3, 5):
+        new = diloco.resize(config, state, num_islands, newcomers="copy")
+        keys = np.asarray(jax.random.key_data(new.inner["key"]))
+        # `init` gives all islands one key; those that join later have their own.
+        assert len({key.tobytes() for key in keys}) == num_islands
+
+
 def test_a_config_of_another_number_of_islands_is_refused(tmp_path):
     """Island 1 would be lost without a word, or saved as what nobody can restore."""
     _, state = apart()

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
-from diloco import data, inner, sharding
+from diloco import data, inner, restoring, sharding
 from diloco import program as programs
 from diloco import train as training
 from diloco.models import decoder
@@ -244,6 +245,22 @@ def test_a_directory_that_holds_a_run_is_left_alone(run, small):
     assert (run.run_dir / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["recipe.toml", "summary.json", "outer_params.safetensors"])
+def test_a_new_run_overwrites_nobodys_files(name, small, tmp_path):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(ValueError, match="already holds a run"):
+        training.train(small(), tmp_path, resume="never")
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_a_run_directory_is_a_local_path(small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for run_dir in ("gs://bucket/run", Path("gs://bucket/run"), "file:///tmp/run"):
+        with pytest.raises(ValueError, match="is not a local path"):
+            training.train(small(), run_dir)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_mesh_is_made_only_if_it_fits(small):
     assert programs.device_mesh(small()).shape == {"islands": 2, "fsdp": 4}
     with pytest.raises(ValueError, match=r"8 devices do not divide into diloco\.num_islands 3"):
@@ -284,6 +301,22 @@ def test_a_run_goes_back_to_a_named_step_or_refuses_to_resume(run, small, tmp_pa
         training.train(small(), first.run_dir, resume="never")
     with pytest.raises(ValueError, match="7"):
         training.train(small(), first.run_dir, resume=7)
+    with pytest.raises(ValueError, match=r"step 8 in .* is beyond train\.steps 6"):
+        training.train(
+            small("laptop-diloco", "train.steps=6"), first.run_dir, resume=8, allow_change=True
+        )
+    log = (first.run_dir / "metrics.jsonl").read_bytes()
+    for damaged in (b"# mine\n" + log, b"\xff" * len(log), log.replace(b"}", b"} ")):
+        (first.run_dir / "metrics.jsonl").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: no record ends at byte"):
+            training.train(small(), first.run_dir, resume=8)
+        assert (first.run_dir / "metrics.jsonl").read_bytes() == damaged
+        assert restoring.steps(first.run_dir / "checkpoints")[-1] > 8
+    (first.run_dir / "metrics.jsonl").write_bytes(log)
+    (first.run_dir / "summary.json").unlink()
+    last = training.train(small(), first.run_dir)  # nothing was left to do
+    assert last.summary["tokens_per_second"] is None
+    assert "NaN" not in (first.run_dir / "summary.json").read_text()
     (first.run_dir / "metrics.jsonl").unlink()  # its checkpoints would be taken for the new run's
     with pytest.raises(ValueError, match="already holds a run"):
         training.train(small(), first.run_dir, resume="never")

@@ -55,8 +55,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, keep: int | None = None):
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep {keep} is below 1; use 1 or more")
+        if keep is not None and (keep < 1 or keep != int(keep)):
+            raise ValueError(f"keep {keep} is below 1 or no whole number; use 1 or more")
         self._directory, self._keep = folders.root_of(directory), keep
         self._lock = storage.lock(self._directory)
         self._open = True
@@ -73,7 +73,8 @@ class Checkpoints:
         self._error: Exception | None = None
         try:
             for folder in folders.step_folders(self._directory).values():
-                folders.drop_unfinished(folder)
+                if folders.is_ours(folder):
+                    folders.drop_unfinished(folder)
         except BaseException:
             self.close()
             raise
@@ -99,18 +100,19 @@ class Checkpoints:
         Raises:
             OSError: If the save before this one failed, or this one cannot begin; older checkpoints are as they were.
             TypeError: If the settings or extras are not fit for JSON.
-            ValueError: If the folder of the step holds something else, the directory was removed and is another
-                run's now, the state is of another number of islands, a leaf has no elements, or this object is
-                closed.
+            ValueError: If the folder of the step holds something else, the directory was removed or moved, the state
+                is of another number of islands, a leaf has no elements or a type that JAX does not hold, or this
+                object is closed.
         """
         if not self._open:
             raise ValueError(f"the checkpoints in {self._directory} are closed; open them again")
         check_islands(state.inner, config.num_islands, remedy="give the config of the state")
         self.wait()
         if self._lock is not None and not storage.is_locked(self._directory, self._lock):
-            # Somebody removed or moved the directory, and with it what kept others out.
-            lost, self._lock = self._lock, storage.lock(self._directory)
-            os.close(lost)
+            # With it went what kept others out: what is there now may be another run's.
+            raise ValueError(
+                f"{self._directory} was removed or moved while the run had it; give another directory, and leave it to the run"
+            )
         manifest = manifests.describe(
             config, state, int(state.step), settings=settings, extras=extras
         )
@@ -127,6 +129,12 @@ class Checkpoints:
             raise ValueError(
                 f"{empty[0]} has no elements, which Orbax cannot store; leave it out of the state"
             )
+        for name, array in arrays.items():
+            held = jax.dtypes.canonicalize_dtype(array.dtype)
+            if held != array.dtype:
+                raise ValueError(
+                    f"{name} is {array.dtype}, which would come back as {held}; convert it, or set jax_enable_x64"
+                )
         folders.drop_unfinished(folder)  # of a save that failed
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -154,8 +162,10 @@ class Checkpoints:
         """Removes the checkpoints of later steps, when a run goes back to an earlier one.
 
         Raises:
-            OSError: If one cannot be removed: a later resume would take it for this run's.
+            OSError: If one cannot be removed, since a later resume would take it for this run's; or if the save
+                before failed.
         """
+        self.wait()
         for later in [s for s in folders.steps(self._directory) if s > step]:
             if folders.is_ours(self._directory / str(later)):
                 folders.remove(self._directory / str(later))
@@ -174,8 +184,13 @@ class Checkpoints:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
-        self.close()
+    def __exit__(self, kind, *_):
+        try:
+            self.close()
+        except OSError as error:
+            if kind is None:
+                raise
+            log.warning("%s", error)  # never in place of the error that ended the block
 
     def _commit(
         self, folder: epath.Path, manifest: dict[str, Any], was: tuple[int, int] | None

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ def to_safetensors(params: Any, path: Path | str) -> Path:
 
     Args:
         params: Such as `state.outer_params`, after `diloco.flush`; pytree of arrays.
-        path: The file.
+        path: The file; one that is there is replaced.
 
     Returns:
         `path`.
 
     Raises:
+        ValueError: If two parameters share a name, or one is called `__metadata__`.
         OSError: If it cannot be written.
 
     Example:
@@ -34,10 +36,18 @@ def to_safetensors(params: Any, path: Path | str) -> Path:
         {'layers.wq': array([1., 1.], dtype=float32)}
     """
     path = Path(path)
-    scratch = path.with_name(f"{path.name}.tmp")
+    flat = flat_params(params)
+    if "__metadata__" in flat:
+        raise ValueError(
+            "safetensors keeps the name __metadata__ for itself; rename that parameter"
+        )
+    scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with storage.writing(path):
-            save_file(flat_params(params), scratch)
+            scratch.touch()
+            mode = scratch.stat().st_mode  # the user's, which safetensors narrows
+            save_file(flat, scratch)
+            scratch.chmod(mode)
             os.replace(scratch, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -57,7 +67,7 @@ def to_orbax(params: Any, path: Path | str) -> Path:
         `path`.
 
     Raises:
-        ValueError: If the directory exists.
+        ValueError: If the directory exists, or two parameters share a name.
         OSError: If it cannot be written.
 
     Example:
@@ -70,8 +80,11 @@ def to_orbax(params: Any, path: Path | str) -> Path:
     import orbax.checkpoint as ocp  # here, since Orbax takes a second to import
 
     path = Path(path).absolute()
-    if path.exists():
-        raise ValueError(f"{path} exists already; give another path or remove it")
+    unfinished = path.with_name(f"{path.name}.orbax-checkpoint-tmp")
+    for there in (path, unfinished):
+        if there.exists():
+            raise ValueError(f"{there} exists already; give another path or remove it")
+    named_leaves(params)  # two of one name would be one
     tree: dict[str, Any] = {}
     for path_to, leaf in jax.tree_util.tree_leaves_with_path(params):
         names = [jax.tree_util.keystr((key,), simple=True) for key in path_to]
@@ -85,7 +98,6 @@ def to_orbax(params: Any, path: Path | str) -> Path:
         with storage.writing(path), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(path, args=ocp.args.StandardSave(tree))
     except Exception:
-        unfinished = path.with_name(f"{path.name}.orbax-checkpoint-tmp")
         storage.clear(lambda: [p for p in (path, unfinished) if p.exists()])
         raise
     return path

@@ -52,7 +52,10 @@ def is_ours(folder: epath.Path) -> bool:
     try:
         manifests.read(folder)
     except ValueError:
-        return all(_OURS.fullmatch(path.name) for path in folder.iterdir())
+        names = [path.name for path in folder.iterdir()]
+        # Other programs have a manifest.json too; a damaged one of ours has its arrays beside it.
+        arrays = any(name.startswith("state-") for name in names)
+        return all(map(_OURS.fullmatch, names)) and (arrays or manifests.NAME not in names)
     return True
 
 
@@ -81,10 +84,11 @@ def drop_unfinished(folder: epath.Path) -> None:
     except ValueError:
         return
     try:
-        for path in _ours(folder):
-            if path.name not in (manifests.NAME, keep):
-                storage.remove(path)
-        _drop_empty(folder)
+        left = [path for path in _ours(folder) if path.name not in (manifests.NAME, keep)]
+        for path in left:
+            storage.remove(path)
+        if left:
+            _drop_empty(folder)
     except OSError as error:
         why = storage.reason(error)
         log.warning("%s holds what is no checkpoint and cannot be removed (%s)", folder, why)

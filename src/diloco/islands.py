@@ -167,10 +167,16 @@ def resize(
             return np.concatenate(
                 [np.asarray(old)[keep], *(np.asarray(new)[None] for _ in numbers)]
             )
-        own = [jax.random.key_data(_fold_in(new, m)) for m in numbers]
         words = join(jax.random.key_data(old), jax.random.key_data(new))
-        if own:
-            words[len(keep) :] = own
+        taken, number = {key.tobytes() for key in words[: len(keep)]}, len(keep)
+        for m in numbers:
+            # An island that stays may have drawn the key of this number when it joined.
+            while (
+                key := np.asarray(jax.random.key_data(_fold_in(new, number)))
+            ).tobytes() in taken:
+                number += 1
+            taken.add(key.tobytes())
+            words[m] = key
         return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(old))
 
     def join_zeros(old: Any) -> Any:

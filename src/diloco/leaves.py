@@ -28,12 +28,15 @@ def named_leaves(tree: Any, separator: str = "/") -> dict[str, Any]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named: dict[str, Any] = {}
+    taken = set()
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator=separator)
-        if name in named:
+        stored = name.rstrip(separator)  # a store of arrays sees no separator at the end
+        if stored in taken:
             raise ValueError(
                 f"two leaves would both be named {name!r}; rename one of them, without a separator in its key"
             )
+        taken.add(stored)
         named[name] = leaf
     return named
 

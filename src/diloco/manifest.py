@@ -105,15 +105,14 @@ def differences(manifest: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         >>> differences({"algorithm": {"sync_period": 30}}, {"algorithm": {"sync_period": 20}})
         ['diloco.sync_period was 30 and is 20']
     """
-    old, new = (
-        _flat({"diloco": m.get("algorithm", {})} | m.get("settings", {})) for m in (manifest, now)
-    )
-    absent = object()
-    lines = [
-        f"{key} was {_shown(old, key)} and is {_shown(new, key)}"
-        for key in {**old, **new}
-        if old.get(key, absent) != new.get(key, absent)
-    ]
+    absent, lines = object(), []
+    for part, prefix in (("algorithm", ("diloco",)), ("settings", ())):
+        old, new = (_flat(m.get(part, {}), prefix) for m in (manifest, now))
+        lines += [
+            f"{'.'.join(key)} was {_shown(old, key)} and is {_shown(new, key)}"
+            for key in {**old, **new}
+            if old.get(key, absent) != new.get(key, absent)
+        ]
     if not lines and manifest.get("fragments") != now.get("fragments"):
         lines = ["the parameters are cut into other fragments than by the version that saved them"]
     return lines
@@ -224,14 +223,14 @@ def _plain(value: Any, name: str) -> Any:
         ) from None
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, Mapping):
+def _flat(tree: Any, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    if not isinstance(tree, Mapping) or (prefix and not tree):
         return {prefix: tree}
-    flat: dict[str, Any] = {}
+    flat: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        flat |= _flat(value, (*prefix, str(key)))
     return flat
 
 
-def _shown(flat: Mapping[str, Any], key: str) -> str:
+def _shown(flat: Mapping[tuple[str, ...], Any], key: tuple[str, ...]) -> str:
     return json.dumps(flat[key]) if key in flat else "not there"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import signal
 import threading
@@ -19,6 +20,8 @@ from diloco.data import Corpus, IslandBatches
 from diloco.recipes import Recipe
 from diloco.state import DiLoCoState
 
+
+log = logging.getLogger("diloco")
 
 Resume = Literal["auto", "never"] | int
 
@@ -62,12 +65,19 @@ def place(recipe: Recipe, run_dir: Path, resume: Resume) -> int | None:
     if resume != "never" and saved:
         finished = summary.exists() and saved[-1] >= recipe.train.steps
         if resume != "auto" or not finished:
-            return restoring.inspect(directory, None if resume == "auto" else resume)["step"]
+            step = restoring.inspect(directory, None if resume == "auto" else resume)["step"]
+            if step > recipe.train.steps:
+                raise ValueError(
+                    f"the checkpoint of step {step} in {directory} is beyond train.steps {recipe.train.steps}; "
+                    "raise train.steps, or give an earlier step to --resume"
+                )
+            return step
     elif isinstance(resume, int):
         raise ValueError(
             f"{run_dir} has no checkpoint to resume from; leave --resume out to start a run"
         )
-    if metrics.exists() or saved:
+    results = (metrics, summary, run_dir / "outer_params.safetensors", run_dir / "recipe.toml")
+    if saved or any(path.exists() for path in results):
         raise ValueError(f"{run_dir} already holds a run; give another --run-dir or remove it")
     return None
 
@@ -82,8 +92,8 @@ def load(
     *,
     mesh: Mesh | None,
     allow_change: bool,
-) -> DiLoCoState:
-    """Restores the state, puts the batches at their place, and cuts the log back to the step.
+) -> tuple[DiLoCoState, int, list[int]]:
+    """Restores the state, puts the batches at their place, and finds the place in the log; writes nothing.
 
     With `allow_change` the number of islands may differ too: those that stay keep their state, newcomers copy the
     optimizer state of island 0, and the examples nobody has seen are dealt again.
@@ -99,10 +109,10 @@ def load(
         allow_change: Whether the recipe may differ from the one that was saved.
 
     Returns:
-        The state.
+        The state, the bytes of the log that belong to it, and the tokens that each island has seen.
 
     Raises:
-        ValueError: As for `diloco.restore`, or if the log lacks what was in it.
+        ValueError: As for `diloco.restore`, or if the log lacks what was in it or is damaged.
     """
     directory = run_dir / "checkpoints"
     manifest = restoring.inspect(directory, step)
@@ -118,18 +128,17 @@ def load(
         state = islands.resize(old, state, now.num_islands, newcomers="copy", mesh=mesh)
     saved = manifest["settings"]
     if (saved["data"], saved["train"]["seed"]) == (settings["data"], settings["train"]["seed"]):
-        batches.set_state(
-            extras["data"]
-        )  # else it is another text or order, which starts at its start
+        batches.set_state(extras["data"])
+    else:
+        log.warning("the data or their order differ; they start at their beginning")
     size = log_bytes(run_dir)
     if size < extras["log_bytes"]:
         raise ValueError(
             f"{run_dir / 'metrics.jsonl'} has {size} bytes, but had {extras['log_bytes']} at step {step}; "
             "put it back, or start anew with another --run-dir"
         )
-    if size:
-        os.truncate(run_dir / "metrics.jsonl", extras["log_bytes"])
-    return state
+    seen = _tokens(run_dir / "metrics.jsonl", extras["log_bytes"])
+    return state, extras["log_bytes"], [*seen, *[0] * now.num_islands][: now.num_islands]
 
 
 def abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
@@ -143,19 +152,32 @@ def log_bytes(run_dir: Path) -> int:
     return metrics.stat().st_size if metrics.exists() else 0
 
 
-def tokens(run_dir: Path, num_islands: int) -> list[int]:
-    """Reads the tokens each island has seen from the last line of the log; newcomers have seen none.
+def cut_log(run_dir: Path, size: int) -> None:
+    """Cuts the run's log back to its first bytes; what comes behind belongs to steps that are done again.
 
     Args:
         run_dir: The run directory.
-        num_islands: M.
-
-    Returns:
-        Tokens, one number an island; empty counts are zeros.
+        size: Bytes to keep.
     """
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    seen = json.loads(lines[-1])["tokens"] if lines else []
-    return [*seen, *[0] * num_islands][:num_islands]
+    if log_bytes(run_dir) > size:
+        os.truncate(run_dir / "metrics.jsonl", size)
+
+
+def _tokens(metrics: Path, size: int) -> list[int]:
+    """Reads the tokens each island has seen from the last line that is kept; empty if there is none."""
+    if not size:
+        return []
+    with metrics.open("rb") as file:
+        kept = file.read(size)
+    try:
+        seen = json.loads(kept.splitlines()[-1])["tokens"]
+        if kept.endswith(b"\n") and all(type(n) is int for n in seen):
+            return seen
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(
+        f"{metrics} is damaged: no record ends at byte {size}; put it back, or start anew with another --run-dir"
+    )
 
 
 @contextlib.contextmanager

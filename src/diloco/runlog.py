@@ -108,7 +108,8 @@ class RunLog:
         elif record["kind"] == "eval":
             self._shown["validation"] = _number(record["outer_loss"])
         losses = " ".join(f"{k} {v:.3f}" for k, v in self._shown.items() if math.isfinite(v))
-        rate = f"{self.tokens_per_second:,.0f} tokens/s"
+        known = math.isfinite(self.tokens_per_second)
+        rate = f"{self.tokens_per_second:,.0f} tokens/s" if known else ""
         if self._bar:
             self._bar.update(self._task, completed=record["step"], rate=rate, losses=losses)
         elif self._show and record["kind"] == "eval":

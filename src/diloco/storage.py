@@ -103,16 +103,18 @@ def lock(directory: epath.Path) -> int | None:
         The file that holds the lock until it is closed; None for an object store, which has no locks.
 
     Raises:
-        ValueError: If another run has the directory.
+        ValueError: If another run has the directory, or another program's `.lock` is in it.
         OSError: If it cannot be written.
     """
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         if "://" in str(directory):
             return None
-        file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not re.fullmatch(rb"(process \d*)?", os.pread(file, 30, 0)):
+                raise ValueError(f"{directory}/.lock is of another program; give another directory")
             os.truncate(file, 0)
             os.write(file, f"process {os.getpid()}".encode())
             return file
@@ -122,7 +124,7 @@ def lock(directory: epath.Path) -> int | None:
             raise ValueError(
                 f"{directory} is in use by {holder}; wait for that run to end, or give another directory"
             ) from None
-        except OSError:
+        except (OSError, ValueError):
             os.close(file)
             raise
 

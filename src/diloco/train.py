@@ -82,6 +82,8 @@ def train(
     """
     began = time.perf_counter()
     run_dir = Path(run_dir) if run_dir is not None else Path("runs") / recipe.name
+    if ":/" in str(run_dir):
+        raise ValueError(f"run_dir {run_dir} is not a local path; give one")
     if save_every < 1:
         raise ValueError(f"save_every {save_every} is below 1; use 1 or more inner steps")
     if recipe.model.vocab_size < 256:
@@ -105,17 +107,19 @@ def train(
             extras = {"data": batches.get_state(), "log_bytes": resuming.log_bytes(run_dir)}
             checkpoints.save(recipe.diloco, state, settings=settings, extras=extras)
 
+        seen = [0] * recipe.diloco.num_islands
         if step is None:
             save(state)
             checkpoints.wait()  # from here on there is always something to go on from
         else:
             like = jax.tree.map(resuming.abstract, state)
             del state  # before the restored one takes its place
-            state = resuming.load(
+            state, size, seen = resuming.load(
                 recipe, run_dir, step, like, batches, settings, mesh=mesh, allow_change=allow_change
             )
             if resume != "auto":
-                checkpoints.drop_after(step)
+                checkpoints.drop_after(step)  # first: none may need what is cut off the log
+            resuming.cut_log(run_dir, size)
         (run_dir / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
         (run_dir / "versions.json").write_text(
             json.dumps(versions() | {"corpus": corpus.digest}, indent=2) + "\n"
@@ -125,7 +129,7 @@ def train(
         log = RunLog(
             run_dir / "metrics.jsonl", steps=recipe.train.steps, start=step or 0, show=progress
         )
-        log.set_tokens(resuming.tokens(run_dir, recipe.diloco.num_islands))
+        log.set_tokens(seen)
         try:
             log.say(f"{recipe.name}: {corpus.train.size:,} bytes of {corpus.name} to train on")
             if step is not None:
@@ -144,7 +148,8 @@ def train(
             log.close()
         summary["unigram_entropy"] = round(data.unigram_entropy(corpus), 4)
         summary["seconds"] = round(time.perf_counter() - began, 3)
-        summary["tokens_per_second"] = round(log.tokens_per_second, 1)
+        rate = log.tokens_per_second
+        summary["tokens_per_second"] = round(rate, 1) if math.isfinite(rate) else None
         checkpoints.wait()
         export.to_safetensors(state.outer_params, run_dir / "outer_params.safetensors")
         # A run killed here has no summary rather than half of one.
