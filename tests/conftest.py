@@ -24,9 +24,9 @@ def tmpfs(tmp_path):
     """Mounts a file system of a given size; skips where that is not allowed."""
     mounted = []
 
-    def mount(options):
-        place = tmp_path / f"disk{len(mounted)}"
-        place.mkdir()
+    def mount(options, at=None):
+        place = tmp_path / (at or f"disk{len(mounted)}")
+        place.mkdir(parents=True)
         try:
             done = subprocess.run(
                 ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place],

@@ -269,6 +269,18 @@ def test_a_change_that_gives_the_state_other_leaves_says_what_to_do(changes, mes
         restore(saved[0], diloco.init(changed, initial()), config=changed, allow_change=True)
 
 
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_target_that_does_not_fit_its_own_config_is_refused(feedback, tmp_path):
+    config = dataclasses.replace(CONFIG, error_feedback=feedback)
+    state = diloco.init(config, initial())
+    diloco.save(tmp_path, config, state)
+    other = dataclasses.replace(config, error_feedback=not feedback)
+    with pytest.raises(
+        ValueError, match=f"residual, but error_feedback is {not feedback}; make it"
+    ):
+        diloco.restore(tmp_path, other, state, allow_change=True)
+
+
 @pytest.mark.parametrize("changes", [{"num_islands": 3}, {"num_fragments": 2}, {}])
 def test_another_model_is_said_first_whatever_else_was_changed(changes, saved):
     changed, other = dataclasses.replace(CONFIG, **changes), initial()
@@ -397,10 +409,61 @@ def test_only_the_newest_are_kept(copy):
 
 def test_two_runs_cannot_share_a_directory(copy):
     with Checkpoints(copy):
-        with pytest.raises(ValueError, match=f"is in use by process {os.getpid()}"):
+        with pytest.raises(ValueError, match="is in use in this very process; close what"):
             Checkpoints(copy)
         restore(copy)  # reading is harmless
     Checkpoints(copy).close()
+    forgotten = Checkpoints(copy)
+    del forgotten
+    gc.collect()
+    Checkpoints(copy).close()
+
+
+def test_a_linked_step_is_read_and_what_it_leads_to_stays(saved, tmp_path, caplog):
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    shutil.copytree(saved[0], theirs)
+    (theirs / "9" / "state-0badbeef").mkdir()  # they are saving
+    (theirs / "9" / "state-0badbeef" / "part").touch()
+    before = {p: p.is_dir() or p.read_bytes() for p in theirs.rglob("*")}
+    ours.mkdir()
+    for number in ("3", "6", "9"):
+        (ours / number).symlink_to(theirs / number)
+    state = restore(ours).state
+    with Checkpoints(ours, keep=1) as checkpoints:
+        checkpoints.drop_after(6)
+        assert sorted(p.name for p in ours.iterdir()) == [".lock", "3", "6"]
+        checkpoints.save(CONFIG, state._replace(step=jnp.int32(6)))
+    assert sorted(p.name for p in ours.iterdir()) == [".lock", "6"]
+    assert not (ours / "6").is_symlink()
+    assert before == {p: p.is_dir() or p.read_bytes() for p in theirs.rglob("*")}
+    assert not caplog.records
+
+
+def test_later_checkpoints_are_named_and_do_not_count_as_kept(tmp_path, caplog):
+    for step in (10, 999, 1000):
+        diloco.save(tmp_path, *small_state(step))
+    assert not caplog.records
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (11, 12, 13):
+            checkpoints.save(*small_state(step))
+    assert restoring.steps(tmp_path) == [12, 13, 999, 1000]
+    (warning,) = caplog.messages
+    assert "checkpoints of later steps (999, 1000)" in warning
+    assert "drop_after(11)" in warning
+
+
+def test_a_folder_of_another_step_and_files_with_a_dot(copy, caplog):
+    (copy / "9").rename(copy / "12")
+    (copy / "6" / restoring.inspect(copy, 6)["data"] / ".DS_Store").touch()
+    assert diloco.latest(copy) == 6
+    assert "12 holds the checkpoint of step 9" in caplog.text
+    with pytest.raises(ValueError, match="12 holds the checkpoint of step 9"):
+        restoring.inspect(copy, 12)
+    with pytest.raises(ValueError, match=r"it has none; name .*/run/checkpoints"):
+        copy.rename(copy.parent / "checkpoints")
+        (copy.parent / "run").mkdir()
+        (copy.parent / "checkpoints").rename(copy.parent / "run" / "checkpoints")
+        restore(copy.parent / "run")
 
 
 def test_a_full_disk_loses_nothing(step, tmpfs, monkeypatch):
@@ -443,9 +506,7 @@ def test_a_read_only_directory_is_a_clear_error_for_a_save_and_none_for_a_restor
 
 
 def test_a_step_that_cannot_be_written_is_a_clear_error_each_time(tmp_path, tmpfs):
-    disk = tmpfs("size=8m,ro")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "2").symlink_to(disk)
+    disk = tmpfs("size=8m,ro", at="run/2")
     with Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(*small_state(1))
         for _ in range(2):

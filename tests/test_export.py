@@ -58,6 +58,11 @@ def test_orbax_loads_elsewhere(tmp_path):
         export.to_orbax(THETA, path)
 
 
+def test_a_missing_folder_is_told_by_the_path_that_was_given(tmp_path):
+    with pytest.raises(OSError, match=r"no/theta\.safetensors could not be written \(No such file"):
+        export.to_safetensors(THETA, tmp_path / "no" / "theta.safetensors")
+
+
 def test_exports_touch_no_files_beside_them(tmp_path):
     params = {"w": np.ones(3, np.float32)}
     for name in ("theta.tmp", "theta.orbax-checkpoint-tmp"):

@@ -360,6 +360,12 @@ def test_a_run_goes_on_with_more_islands_and_no_example_twice(recipe, tmp_path, 
     lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in lines if r["kind"] == "train"] == list(range(1, 10))
     assert jax.tree.leaves(result.state.inner)[0].shape[0] == 4
+    alone = recipe("diloco.num_islands=1", "train.steps=12")
+    result = training.train(alone, tmp_path / "run", allow_change=True)
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    steps = [6 * 4 + 3 * 2 + 3 * 8, 6 * 4 + 3 * 2, 3 * 2, 3 * 2]  # sequences of each island
+    assert last["tokens"] == [16 * n for n in steps]
+    assert result.summary["tokens"] == 12 * 8 * 16
 
 
 @pytest.mark.parametrize("mesh", [None, 4])

@@ -15,7 +15,7 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
-from diloco import data, inner, restoring, sharding
+from diloco import data, inner, restoring, resume, sharding
 from diloco import program as programs
 from diloco import train as training
 from diloco.models import decoder
@@ -213,6 +213,20 @@ def test_islands_of_a_non_iid_split_are_trained_on_their_own(small, tmp_path):
     assert sorted(map(len, letters)) == [1, 1] and letters[0] != letters[1]
 
 
+def test_text_that_is_grouped_otherwise_is_other_data_if_islands_have_their_own(small, tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"{name}{name} " * 4000)
+    before = data.load_corpus(tmp_path)
+    (tmp_path / "b").mkdir()
+    for name in ("b", "c"):
+        (tmp_path / f"{name}.txt").rename(tmp_path / "b" / f"{name}.txt")
+    after = data.load_corpus(tmp_path)
+    assert before.digest == after.digest
+    for split, same in (("iid", True), ("non-iid", False)):
+        recipe = small("laptop-diloco", f"data.split={split}")
+        assert (resume.settings(recipe, before) == resume.settings(recipe, after)) is same
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(small, tmp_path, monkeypatch):
     def start(recipe, mesh=None, healthy=training.start):
         state = healthy(recipe, mesh)
@@ -292,6 +306,39 @@ def test_sigterm_saves_and_the_same_command_goes_on(run, small, tmp_path, monkey
         assert (whole.run_dir / name).read_bytes() == (run.run_dir / name).read_bytes()
 
 
+def test_a_log_that_is_moved_away_stops_the_run_and_can_be_put_back(
+    run, small, tmp_path, monkeypatch, caplog
+):
+    log, away, drain = tmp_path / "run" / "metrics.jsonl", tmp_path / "away", training.RunLog.drain
+
+    def rotated(self):
+        records = drain(self)
+        log.rename(away)
+        return records
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.RunLog, "drain", rotated)
+        with pytest.raises(ValueError, match=r"was removed, moved or changed .*; put it back"):
+            training.train(small(), log.parent, save_every=4)
+    assert restoring.steps(log.parent / "checkpoints") == [0, 4]
+    with pytest.raises(ValueError, match=r"has 0 bytes, but had .*; put it back, or go on with"):
+        training.train(small(), log.parent, save_every=4)
+    without = shutil.copytree(log.parent, tmp_path / "without")
+    away.rename(log)
+    training.train(small(), log.parent, save_every=4)
+    for name in ("metrics.jsonl", "outer_params.safetensors"):
+        assert (log.parent / name).read_bytes() == (run.run_dir / name).read_bytes()
+
+    result = training.train(small(), without, save_every=4, allow_change=True)
+    assert "the run goes on with what there is of it" in caplog.text
+    assert result.summary["tokens"] == run.summary["tokens"]
+    assert records(result, "train") == records(run, "train")[4:]
+    lines = (without / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (without / "metrics.jsonl").write_bytes(b"".join([lines[0], b"junk\n", *lines[2:]]))
+    training.train(small(), without, save_every=4, resume=8, allow_change=True)
+    assert [r["step"] for r in records(result, "train")] == [5, 9, 10, 11, 12]
+
+
 def test_a_run_goes_back_to_a_named_step_or_refuses_to_resume(run, small, tmp_path):
     first = training.train(small(), tmp_path / "run", save_every=4, keep=9)
     again = training.train(small(), tmp_path / "run", save_every=4, keep=9, resume=8)
@@ -308,7 +355,7 @@ def test_a_run_goes_back_to_a_named_step_or_refuses_to_resume(run, small, tmp_pa
     log = (first.run_dir / "metrics.jsonl").read_bytes()
     for damaged in (b"# mine\n" + log, b"\xff" * len(log), log.replace(b"}", b"} ")):
         (first.run_dir / "metrics.jsonl").write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: no record ends at byte"):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged: .* does not end at"):
             training.train(small(), first.run_dir, resume=8)
         assert (first.run_dir / "metrics.jsonl").read_bytes() == damaged
         assert restoring.steps(first.run_dir / "checkpoints")[-1] > 8

@@ -22,7 +22,7 @@
 #
 # On the command line the whole tutorial is
 #
-# ```
+# ```bash
 # diloco train laptop-data-parallel
 # diloco train laptop-diloco
 # diloco report runs/laptop-data-parallel runs/laptop-diloco

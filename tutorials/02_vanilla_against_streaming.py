@@ -128,7 +128,7 @@ print(
 # %% [markdown]
 # The same comparison as one HTML file, with what the recipes differ in:
 #
-# ```
+# ```bash
 # diloco report runs/vanilla runs/streaming
 # ```
 

@@ -183,7 +183,7 @@ except ValueError as error:
 #
 # `diloco train` saves every `--save-every` steps and goes on by itself after a kill:
 #
-# ```
+# ```bash
 # bash run.sh                       # start, and resume: same RUN_DIR
 # bash run.sh --resume 500          # go back to a checkpoint
 # ```

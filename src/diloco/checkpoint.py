@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,10 @@ class Checkpoints:
             raise ValueError(f"keep {keep} is below 1 or no whole number; use 1 or more")
         self._directory, self._keep = folders.root_of(directory), keep
         self._lock = storage.lock(self._directory)
-        self._open = True
+        # Also when an object that was never closed is collected.
+        held = self._lock is not None
+        self._unlock = weakref.finalize(self, os.close, self._lock) if held else None
+        self._open, self._begun = True, False
         # Weights hardly compress; trying would take processor time from the training.
         handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         # Blocking: this store's own errors would otherwise come up in a later call, in place of ours.
@@ -135,8 +139,20 @@ class Checkpoints:
                 raise ValueError(
                     f"{name} is {array.dtype}, which would come back as {held}; convert it, or set jax_enable_x64"
                 )
+        later = [] if self._begun else folders.steps(self._directory)
+        if later := [str(step) for step in later if step > manifest["step"]]:
+            log.warning(
+                "%s has checkpoints of later steps (%s), and a restore takes the newest that is intact; "
+                "drop_after(%d) removes them",
+                self._directory,
+                ", ".join(later),
+                manifest["step"],
+            )
+        self._begun = True
         folders.drop_unfinished(folder)  # of a save that failed
         try:
+            if os.path.islink(folder):
+                os.unlink(folder)  # what it leads to is not replaced
             folder.mkdir(parents=True, exist_ok=True)
             self._writer.save(folder / manifest["data"], args=ocp.args.PyTreeSave(arrays))
         except Exception as error:
@@ -177,9 +193,8 @@ class Checkpoints:
         finally:
             self._open = False
             self._writer.close()  # has nothing left to wait for, so nothing to fail
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+            if self._unlock is not None:
+                self._unlock()
 
     def __enter__(self):
         return self
@@ -210,12 +225,12 @@ class Checkpoints:
             return
         # Committed. What cannot be removed now only takes up room.
         folders.drop_unfinished(folder)  # what this one replaced
-        old = [] if self._keep is None else folders.steps(self._directory)[: -self._keep]
-        for dropped in [self._directory / str(step) for step in old]:
+        # Later ones are damaged, or of another run: they do not count as those to go on from.
+        there = [s for s in folders.steps(self._directory) if s <= manifest["step"]]
+        for old in [] if self._keep is None else there[: -self._keep]:
             try:
-                # Never the one just written, whatever is there.
-                if dropped != folder and folders.is_ours(dropped):
-                    folders.remove(dropped)
+                if folders.is_ours(self._directory / str(old)):
+                    folders.remove(self._directory / str(old))
             except OSError as error:
                 log.warning("%s", error)
 

@@ -59,7 +59,7 @@ def train(
         keep: Newest checkpoints to keep.
         resume: auto goes on from the newest intact checkpoint if there is one, never starts a run, a number goes
             back to the checkpoint of that step.
-        allow_change: Goes on although the recipe differs from the one that was saved.
+        allow_change: Goes on although the recipe differs from the one that was saved, or the log was lost.
     """
     from diloco.program import device_mesh
     from diloco.recipes import load_recipe

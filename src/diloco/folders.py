@@ -62,10 +62,15 @@ def is_ours(folder: epath.Path) -> bool:
 def remove(folder: epath.Path) -> None:
     """Removes a checkpoint, its manifest first: a removal that is cut short leaves no checkpoint.
 
+    If it is a link, perhaps to another run's checkpoint, the link alone is removed.
+
     Raises:
         OSError: If it is a checkpoint still.
     """
     try:
+        if os.path.islink(folder):
+            os.unlink(folder)
+            return
         (folder / manifests.NAME).unlink()
     except OSError as error:
         raise OSError(
@@ -77,8 +82,11 @@ def remove(folder: epath.Path) -> None:
 def drop_unfinished(folder: epath.Path) -> None:
     """Removes the arrays in a step's folder that its manifest does not name, and the folder if it is empty then.
 
-    A folder whose manifest is damaged is left for a person to look at.
+    A folder whose manifest is damaged is left for a person to look at, and one that is elsewhere, behind a link, to
+    its run.
     """
+    if os.path.islink(folder):
+        return
     try:
         keep = manifests.read(folder)["data"] if (folder / manifests.NAME).exists() else None
     except ValueError:

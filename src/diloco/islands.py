@@ -42,7 +42,8 @@ def bootstrap(
         config: The algorithm.
         source: The checkpoint.
         inner_state: One island's initial state, without the island axis; leaves that are read may be abstract, and
-            those with a `NamedSharding` are read straight to their devices.
+            those with a `NamedSharding` are read straight to their devices. They are read in the types they have
+            here, so Theta, which is float32, starts rounded if these are bfloat16.
         take: `"params"` reads the parameters (Theta, from ours) and keeps the rest of `inner_state`, the optimizer's
             moments and counts too. `"state"` reads every leaf of `inner_state`; from ours that needs a run of one
             island.
@@ -84,7 +85,7 @@ def bootstrap(
     for name, leaf in named_leaves(lens.get(inner)).items():
         if jnp.issubdtype(leaf.dtype, jnp.floating) and not jnp.isfinite(leaf).all():
             raise ValueError(
-                f"{root} has values in {name} that are not finite; name an earlier checkpoint"
+                f"{root} has values in {name} that are not finite as {leaf.dtype}; name an earlier checkpoint, or a wider type"
             )
     log.info("bootstrap: %d leaves read from %s", len(found), root)
     return spmd.init(config, inner, mesh=mesh, params=params, outer_optimizer=outer_optimizer)

@@ -159,13 +159,17 @@ def intact(root: epath.Path, step: int | None = None) -> tuple[epath.Path, dict[
     if not found or (step is not None and step not in found):
         have = f"those of steps {', '.join(map(str, found))}" if found else "none"
         what = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise ValueError(f"{root} has no {what}, it has {have}; name another directory or step")
+        inside = root / "checkpoints"
+        other = inside if not found and steps(inside) else "another directory or step"
+        raise ValueError(f"{root} has no {what}, it has {have}; name {other}")
     problems = []
     for number in [step] if step is not None else reversed(found):
         folder = root / str(number)
         try:
             manifest = manifests.read(folder)
             problem = manifests.damage(folder, manifest)
+            if manifest["step"] != number:
+                problem = f"{folder} holds the checkpoint of step {manifest['step']}"
         except (ValueError, OSError) as error:  # such as a folder where a file should be
             problem = str(error)
         if not problem:
@@ -234,5 +238,11 @@ def _check_state(
     own = "this outer optimizer keeps a part of its own a fragment"
     check(("outer_opt_state",), "num_fragments", own)
     check(("residual",), "error_feedback", "the residuals are part of the state")
+    has = any(name.startswith("residual") for name in wanted)
+    if has != config.error_feedback:
+        raise ValueError(
+            f"the state to restore has {'a' if has else 'no'} residual, but error_feedback is {config.error_feedback}; "
+            "make it with diloco.init of the same configuration"
+        )
     remedy = f"restore {was.num_islands} islands, then change their number with diloco.resize"
     check_leaves(found, wanted, where, remedy=remedy)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -37,6 +38,8 @@ def settings(recipe: Recipe, corpus: Corpus) -> dict[str, Any]:
         The settings for `diloco.save` and `diloco.restore`.
     """
     data = dataclasses.asdict(recipe.data) | {"corpus": corpus.digest}
+    if recipe.data.split == "non-iid":  # which text is of which file decides who reads it
+        data["groups"] = hashlib.sha256(corpus.group_ends.tobytes()).hexdigest()
     return {
         "model": dataclasses.asdict(recipe.model),
         "data": data,
@@ -109,7 +112,8 @@ def load(
         allow_change: Whether the recipe may differ from the one that was saved.
 
     Returns:
-        The state, the bytes of the log that belong to it, and the tokens that each island has seen.
+        The state, the bytes of the log that belong to it, and the tokens that each island has seen, also those that
+        have left.
 
     Raises:
         ValueError: As for `diloco.restore`, or if the log lacks what was in it or is damaged.
@@ -131,25 +135,20 @@ def load(
         batches.set_state(extras["data"])
     else:
         log.warning("the data or their order differ; they start at their beginning")
-    size = log_bytes(run_dir)
-    if size < extras["log_bytes"]:
-        raise ValueError(
-            f"{run_dir / 'metrics.jsonl'} has {size} bytes, but had {extras['log_bytes']} at step {step}; "
-            "put it back, or start anew with another --run-dir"
-        )
-    seen = _tokens(run_dir / "metrics.jsonl", extras["log_bytes"])
-    return state, extras["log_bytes"], [*seen, *[0] * now.num_islands][: now.num_islands]
+    size, seen = extras["log_bytes"], extras["tokens"]
+    if problem := _log_problem(run_dir / "metrics.jsonl", size, seen):
+        if not allow_change:
+            raise ValueError(
+                f"{problem}; put it back, or go on with what there is of it (--allow-change)"
+            )
+        log.warning("%s; the run goes on with what there is of it", problem)
+        size = _whole_records(run_dir / "metrics.jsonl", size, step)
+    return state, size, seen
 
 
 def abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
     """Returns shape, type and place of an array without its values."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
-def log_bytes(run_dir: Path) -> int:
-    """Returns the length of the run's log; what is written behind it later belongs to later steps."""
-    metrics = run_dir / "metrics.jsonl"
-    return metrics.stat().st_size if metrics.exists() else 0
 
 
 def cut_log(run_dir: Path, size: int) -> None:
@@ -159,25 +158,44 @@ def cut_log(run_dir: Path, size: int) -> None:
         run_dir: The run directory.
         size: Bytes to keep.
     """
-    if log_bytes(run_dir) > size:
-        os.truncate(run_dir / "metrics.jsonl", size)
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists() and metrics.stat().st_size > size:
+        os.truncate(metrics, size)
 
 
-def _tokens(metrics: Path, size: int) -> list[int]:
-    """Reads the tokens each island has seen from the last line that is kept; empty if there is none."""
+def _log_problem(metrics: Path, size: int, tokens: list[int]) -> str:
+    """Says what is wrong with the first `size` bytes of a log, whose last record has these tokens; empty if nothing."""
+    kept = _head(metrics, size)
+    if len(kept) < size:
+        return f"{metrics} has {len(kept)} bytes, but had {size} when the checkpoint was saved"
     if not size:
-        return []
-    with metrics.open("rb") as file:
-        kept = file.read(size)
+        return ""
     try:
-        seen = json.loads(kept.splitlines()[-1])["tokens"]
-        if kept.endswith(b"\n") and all(type(n) is int for n in seen):
-            return seen
+        if kept.endswith(b"\n") and json.loads(kept.splitlines()[-1])["tokens"] == tokens:
+            return ""
     except (ValueError, KeyError, TypeError):
         pass
-    raise ValueError(
-        f"{metrics} is damaged: no record ends at byte {size}; put it back, or start anew with another --run-dir"
-    )
+    return f"{metrics} is damaged: the checkpoint's record does not end at byte {size}"
+
+
+def _whole_records(metrics: Path, size: int, step: int) -> int:
+    """Returns the bytes of the records, at the start of the first `size` bytes, that are whole and not of later steps."""
+    kept = 0
+    for line in _head(metrics, size).splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        kept += len(line)
+    return kept
+
+
+def _head(metrics: Path, size: int) -> bytes:
+    if not metrics.exists():
+        return b""
+    with metrics.open("rb") as file:
+        return file.read(size)
 
 
 @contextlib.contextmanager

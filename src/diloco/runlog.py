@@ -1,16 +1,20 @@
 """What a run says while it goes: `metrics.jsonl`, and a progress bar or plain lines."""
 
+import itertools
 import json
 import math
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from diloco import storage
 
 
 class RunLog:
@@ -22,14 +26,26 @@ class RunLog:
 
     Args:
         path: The file to append to.
+        tokens: Tokens that each island has seen before, also those of islands that have left.
         steps: Inner steps of the run.
         start: Inner steps done before.
         show: Whether to show progress: a bar on a terminal, else a line a validation.
         lag: Values to keep back.
     """
 
-    def __init__(self, path: Path, *, steps: int, start: int = 0, show: bool = False, lag: int = 2):
+    def __init__(
+        self,
+        path: Path,
+        tokens: Sequence[int],
+        *,
+        steps: int,
+        start: int = 0,
+        show: bool = False,
+        lag: int = 2,
+    ):
+        self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
+        self.bytes, self.tokens = path.stat().st_size, list(tokens)
         self._pending: deque[tuple[str, int, Any]] = deque()
         self._steps, self._lag = steps, lag
         self._shown = {"loss": math.nan, "validation": math.nan}
@@ -41,7 +57,6 @@ class RunLog:
         if self._bar:
             self._task = self._bar.add_task("", total=steps, completed=start, rate="", losses="")
             self._bar.start()
-        self._tokens: list[int] = []
         self.tokens_per_second = math.nan
 
     def add(self, kind: str, step: int, values: Any) -> list[dict[str, Any]]:
@@ -62,9 +77,17 @@ class RunLog:
         """Writes everything that is pending."""
         return self._write(0)
 
-    def set_tokens(self, tokens: list[int]) -> None:
-        """Sets the tokens each island has seen so far: for a run that goes on."""
-        self._tokens = list(tokens)
+    def check(self) -> None:
+        """Checks that the file still is the one that was written.
+
+        Raises:
+            ValueError: If it was removed, moved or changed.
+        """
+        there = storage.identity(self._path) == storage.identity(self._file.fileno())
+        if not there or self._path.stat().st_size != self.bytes:
+            raise ValueError(
+                f"{self._path} was removed, moved or changed while the run wrote it; put it back, and the same command goes on"
+            )
 
     def close(self) -> None:
         """Stops the bar and closes the file; what is pending is not written."""
@@ -86,10 +109,12 @@ class RunLog:
             record = {"kind": kind, "step": step}
             record |= {name: _plain(v.tolist()) for name, v in jax.device_get(values).items()}
             if kind == "train":
-                seen = self._tokens or [0] * len(record["tokens"])
-                self._tokens = [a + b for a, b in zip(seen, record["tokens"], strict=True)]
-            record["tokens"] = self._tokens
-            self._file.write(json.dumps(record) + "\n")
+                both = itertools.zip_longest(self.tokens, record["tokens"], fillvalue=0)
+                self.tokens = [a + b for a, b in both]
+            record["tokens"] = self.tokens
+            line = json.dumps(record) + "\n"  # ASCII
+            self._file.write(line)
+            self.bytes += len(line)
             self._progress(record)
             records.append(record)
         if records:

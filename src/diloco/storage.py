@@ -37,7 +37,9 @@ def writing(path: Path | epath.Path | str) -> Iterator[None]:
     except Exception as error:
         if not system_code(error):
             raise
-        where = getattr(error, "filename", None) or path  # the file, where the system names it
+        # The file below it, where the system names one; never a scratch file beside it.
+        named = getattr(error, "filename", None)
+        where = named if named and Path(path) in Path(os.fsdecode(named)).parents else path
         raise OSError(f"{where} could not be written ({reason(error)}); {remedy(error)}") from error
 
 
@@ -85,9 +87,9 @@ def clear(left: Callable[[], Sequence[Path | epath.Path]]) -> bool:
 
 
 def remove(path: Path | epath.Path) -> None:
-    """Removes a file, or a folder with all it holds."""
+    """Removes a file, a folder with all it holds, or a link without what it leads to."""
     path = epath.Path(path)
-    if path.is_dir():
+    if path.is_dir() and not os.path.islink(path):
         path.rmtree()
     else:
         path.unlink()
@@ -121,6 +123,10 @@ def lock(directory: epath.Path) -> int | None:
         except BlockingIOError:
             holder = os.read(file, 20).decode() or "another process"
             os.close(file)
+            if holder == f"process {os.getpid()}":
+                raise ValueError(
+                    f"{directory} is in use in this very process; close what has it open, or give another directory"
+                ) from None
             raise ValueError(
                 f"{directory} is in use by {holder}; wait for that run to end, or give another directory"
             ) from None

@@ -103,13 +103,13 @@ def train(
         program, state = build(recipe, mesh), start(recipe, mesh)
         settings = resuming.settings(recipe, corpus)
 
-        def save(state: DiLoCoState) -> None:
-            extras = {"data": batches.get_state(), "log_bytes": resuming.log_bytes(run_dir)}
+        def save(state: DiLoCoState, log_bytes: int, tokens: list[int]) -> None:
+            extras = {"data": batches.get_state(), "log_bytes": log_bytes, "tokens": tokens}
             checkpoints.save(recipe.diloco, state, settings=settings, extras=extras)
 
         seen = [0] * recipe.diloco.num_islands
         if step is None:
-            save(state)
+            save(state, 0, seen)
             checkpoints.wait()  # from here on there is always something to go on from
         else:
             like = jax.tree.map(resuming.abstract, state)
@@ -127,9 +127,12 @@ def train(
         (run_dir / "summary.json").unlink(missing_ok=True)
 
         log = RunLog(
-            run_dir / "metrics.jsonl", steps=recipe.train.steps, start=step or 0, show=progress
+            run_dir / "metrics.jsonl",
+            seen,
+            steps=recipe.train.steps,
+            start=step or 0,
+            show=progress,
         )
-        log.set_tokens(seen)
         try:
             log.say(f"{recipe.name}: {corpus.train.size:,} bytes of {corpus.name} to train on")
             if step is not None:
@@ -173,7 +176,7 @@ def _loop(
     held_out: np.ndarray,
     log: RunLog,
     mesh: Mesh | None,
-    save: Callable[[DiLoCoState], None],
+    save: Callable[[DiLoCoState, int, list[int]], None],
     save_every: int,
     stop: threading.Event,
 ) -> DiLoCoState:
@@ -196,7 +199,8 @@ def _loop(
             bad = joining.bad_leaves(state)
             if bad and recipe.diloco.on_bad_island == "error":
                 _stop("state", bad[0][0], step, state)
-            save(state)
+            save(state, log.bytes, log.tokens)
+            log.check()  # after the save: what it lacks can be put back
         if stopping:
             break
     return state
