@@ -15,6 +15,7 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
+import diloco
 from diloco import data, inner, restoring, resume, sharding
 from diloco import program as programs
 from diloco import train as training
@@ -304,6 +305,13 @@ def test_sigterm_saves_and_the_same_command_goes_on(run, small, tmp_path, monkey
     whole = training.train(small(), tmp_path / "run")
     for name in ("metrics.jsonl", "outer_params.safetensors"):
         assert (whole.run_dir / name).read_bytes() == (run.run_dir / name).read_bytes()
+
+
+def test_a_checkpoint_of_another_loop_is_refused(small, tmp_path):
+    state = training.start(small())
+    diloco.save(tmp_path / "run" / "checkpoints", small().diloco, state)
+    with pytest.raises(ValueError, match=r"step 0 in .* was not saved by this version of diloco"):
+        training.train(small(), tmp_path / "run", allow_change=True)
 
 
 def test_a_log_that_is_moved_away_stops_the_run_and_can_be_put_back(

@@ -116,10 +116,16 @@ def load(
         have left.
 
     Raises:
-        ValueError: As for `diloco.restore`, or if the log lacks what was in it or is damaged.
+        ValueError: As for `diloco.restore`, or if the log lacks what was in it or is damaged, or the checkpoint is of
+            another loop.
     """
     directory = run_dir / "checkpoints"
     manifest = restoring.inspect(directory, step)
+    if not {"data", "log_bytes", "tokens"} <= set(manifest["extras"]):
+        raise ValueError(
+            f"the checkpoint of step {step} in {directory} was not saved by this version of diloco train; "
+            "read it with diloco.restore, or give another --run-dir"
+        )
     before, now = DiLoCoConfig(**manifest["algorithm"]), recipe.diloco
     resized = before.num_islands != now.num_islands and allow_change
     old = dataclasses.replace(now, num_islands=before.num_islands)
