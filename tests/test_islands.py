@@ -429,9 +429,24 @@ def test_a_bad_island_stops_the_run_with_its_name_step_and_leaf(recipe, tmp_path
     assert diloco.latest(tmp_path / "run" / "checkpoints") == 2  # no bad state is saved
 
 
-def test_a_skipped_island_is_counted_and_told(recipe, tmp_path, capsys):
-    bad = recipe("diloco.on_bad_island=skip", "train.learning_rate=1e18", "train.warmup_steps=0")
-    result = training.train(bad, tmp_path / "run", progress=True)
-    assert "not finite and left out of the mean" in capsys.readouterr().out
-    assert result.summary["skipped"] == np.asarray(result.state.skipped).tolist() != [0, 0]
+def test_a_skipped_island_is_counted_and_told(recipe, tmp_path, capsys, monkeypatch):
+    start = training.start
+
+    def poisoned(*args):
+        state = start(*args)
+        norm = state.inner["params"]["final_norm"].at[1].set(jnp.nan)
+        params = state.inner["params"] | {"final_norm": norm}
+        return state._replace(inner=state.inner | {"params": params})
+
+    monkeypatch.setattr(training, "start", poisoned)
+    skip = recipe("diloco.on_bad_island=skip")
+    result = training.train(skip, tmp_path / "run", progress=True)
+    assert "islands [1] are not finite and left out of the mean" in capsys.readouterr().out
+    assert result.summary["skipped"] == np.asarray(result.state.skipped).tolist() == [0, 2]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(result.state.outer_params))
+
+
+def test_a_run_stops_when_no_island_is_left(recipe, tmp_path):
+    bad = recipe("diloco.on_bad_island=skip", "train.learning_rate=1e18", "train.warmup_steps=0")
+    with pytest.raises(ValueError, match="no island is finite at step 3"):
+        training.train(bad, tmp_path / "run")

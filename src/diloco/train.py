@@ -260,6 +260,11 @@ def _check(
         if recipe.diloco.on_bad_island == "error" and (lost or refused):
             what = "loss" if lost else "pseudo-gradient"
             _stop(what, (lost or refused)[0], record["step"], state)
+        if len(refused) == len(skipped):
+            raise ValueError(
+                f"no island is finite at step {record['step']}, so none is left to go on with; "
+                "lower train.learning_rate, and go on from an earlier checkpoint (--resume STEP --allow-change)"
+            )
         if refused:
             log.say(
                 f"step {record['step']}: islands {refused} are not finite and left out of the mean"
