@@ -123,12 +123,12 @@ def lock(directory: epath.Path) -> int | None:
         except BlockingIOError:
             holder = os.read(file, 20).decode() or "another process"
             os.close(file)
-            if holder == f"process {os.getpid()}":
-                raise ValueError(
-                    f"{directory} is in use in this very process; close what has it open, or give another directory"
-                ) from None
+            own = holder == f"process {os.getpid()}"  # machines that share a disk number alike
+            which = (
+                " (this one, unless another machine has the directory too: close it)" if own else ""
+            )
             raise ValueError(
-                f"{directory} is in use by {holder}; wait for that run to end, or give another directory"
+                f"{directory} is in use by {holder}{which}; wait for that run to end, or give another directory"
             ) from None
         except (OSError, ValueError):
             os.close(file)
