@@ -459,10 +459,9 @@ def test_a_folder_of_another_step_and_files_with_a_dot(copy, caplog):
     assert "12 holds the checkpoint of step 9" in caplog.text
     with pytest.raises(ValueError, match="12 holds the checkpoint of step 9"):
         restoring.inspect(copy, 12)
+    (copy.parent / "run").mkdir()
+    copy.rename(copy.parent / "run" / "checkpoints")
     with pytest.raises(ValueError, match=r"it has none; name .*/run/checkpoints"):
-        copy.rename(copy.parent / "checkpoints")
-        (copy.parent / "run").mkdir()
-        (copy.parent / "checkpoints").rename(copy.parent / "run" / "checkpoints")
         restore(copy.parent / "run")
 
 

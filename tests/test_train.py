@@ -270,7 +270,7 @@ def test_a_new_run_overwrites_nobodys_files(name, small, tmp_path):
 
 def test_a_run_directory_is_a_local_path(small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for run_dir in ("gs://bucket/run", Path("gs://bucket/run"), "file:///tmp/run"):
+    for run_dir in ("gs://bucket/run", Path("gs://bucket/run"), "file:///run"):
         with pytest.raises(ValueError, match="is not a local path"):
             training.train(small(), run_dir)
     assert not any(tmp_path.iterdir())

@@ -128,24 +128,13 @@ class Checkpoints:
             raise ValueError(
                 f"{folder} holds something that is no checkpoint of this run; give another directory"
             )
-        arrays = {name: _stored(leaf) for name, leaf in named_leaves(state).items()}
-        if empty := [name for name, array in arrays.items() if not array.size]:
-            raise ValueError(
-                f"{empty[0]} has no elements, which Orbax cannot store; leave it out of the state"
-            )
-        for name, array in arrays.items():
-            held = jax.dtypes.canonicalize_dtype(array.dtype)
-            if held != array.dtype:
-                raise ValueError(
-                    f"{name} is {array.dtype}, which would come back as {held}; convert it, or set jax_enable_x64"
-                )
-        later = [] if self._begun else folders.steps(self._directory)
-        if later := [str(step) for step in later if step > manifest["step"]]:
+        arrays = {name: _stored(name, leaf) for name, leaf in named_leaves(state).items()}
+        if not self._begun and (later := self._later(manifest["step"])):
             log.warning(
                 "%s has checkpoints of later steps (%s), and a restore takes the newest that is intact; "
                 "drop_after(%d) removes them",
                 self._directory,
-                ", ".join(later),
+                ", ".join(map(str, later)),
                 manifest["step"],
             )
         self._begun = True
@@ -182,9 +171,8 @@ class Checkpoints:
                 before failed.
         """
         self.wait()
-        for later in [s for s in folders.steps(self._directory) if s > step]:
-            if folders.is_ours(self._directory / str(later)):
-                folders.remove(self._directory / str(later))
+        for later in self._later(step):
+            folders.remove(self._directory / str(later))
 
     def close(self) -> None:
         """Waits for the last save, stops the writer and opens the lock."""
@@ -206,6 +194,9 @@ class Checkpoints:
             if kind is None:
                 raise
             log.warning("%s", error)  # never in place of the error that ended the block
+
+    def _later(self, step: int) -> list[int]:
+        return [s for s in folders.steps(self._directory) if s > step]
 
     def _commit(
         self, folder: epath.Path, manifest: dict[str, Any], was: tuple[int, int] | None
@@ -229,8 +220,7 @@ class Checkpoints:
         there = [s for s in folders.steps(self._directory) if s <= manifest["step"]]
         for old in [] if self._keep is None else there[: -self._keep]:
             try:
-                if folders.is_ours(self._directory / str(old)):
-                    folders.remove(self._directory / str(old))
+                folders.remove(self._directory / str(old))
             except OSError as error:
                 log.warning("%s", error)
 
@@ -278,6 +268,17 @@ def save(
         checkpoints.save(config, state, settings=settings, extras=extras)
 
 
-def _stored(leaf: Any) -> Any:
+def _stored(name: str, leaf: Any) -> Any:
+    """Returns what Orbax is to store for a leaf, random keys as their words; refuses what would not come back."""
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    array = jax.random.key_data(leaf) if is_key else leaf
+    if not array.size:
+        raise ValueError(
+            f"{name} has no elements, which Orbax cannot store; leave it out of the state"
+        )
+    held = jax.dtypes.canonicalize_dtype(array.dtype)
+    if held != array.dtype:
+        raise ValueError(
+            f"{name} is {array.dtype}, which would come back as {held}; convert it, or set jax_enable_x64"
+        )
+    return array

@@ -62,11 +62,13 @@ def is_ours(folder: epath.Path) -> bool:
 def remove(folder: epath.Path) -> None:
     """Removes a checkpoint, its manifest first: a removal that is cut short leaves no checkpoint.
 
-    If it is a link, perhaps to another run's checkpoint, the link alone is removed.
+    If it is a link, perhaps to another run's checkpoint, the link alone is removed. What is not ours stays.
 
     Raises:
         OSError: If it is a checkpoint still.
     """
+    if not is_ours(folder):
+        return
     try:
         if os.path.islink(folder):
             os.unlink(folder)

@@ -172,9 +172,7 @@ def resize(
         taken, number = {key.tobytes() for key in words[: len(keep)]}, len(keep)
         for m in numbers:
             # An island that stays may have drawn the key of this number when it joined.
-            while (
-                key := np.asarray(jax.random.key_data(_fold_in(new, number)))
-            ).tobytes() in taken:
+            while (key := _key_words(new, number)).tobytes() in taken:
                 number += 1
             taken.add(key.tobytes())
             words[m] = key
@@ -236,5 +234,7 @@ def _island_spec(leaf: jax.Array) -> P:
     return P(*leaf.sharding.spec[1:]) if isinstance(leaf.sharding, NamedSharding) else P()
 
 
-def _fold_in(keys: jax.Array, number: int) -> jax.Array:
-    return jnp.vectorize(jax.random.fold_in)(keys, jnp.full(keys.shape, number, jnp.uint32))
+def _key_words(keys: jax.Array, number: int) -> np.ndarray:
+    """Returns the words of the keys that island `number` draws from these."""
+    folded = jnp.vectorize(jax.random.fold_in)(keys, jnp.full(keys.shape, number, jnp.uint32))
+    return np.asarray(jax.random.key_data(folded))

@@ -194,9 +194,9 @@ def damage(folder: epath.Path, manifest: Mapping[str, Any]) -> str:
     for name in sorted({*there, *wanted}):
         if name not in there:
             return f"{data / name} is missing"
-        if name not in wanted and name.rsplit("/")[-1].startswith("."):
-            continue  # what a desktop or a network file system puts anywhere
         if name not in wanted:
+            if name.rpartition("/")[2].startswith("."):
+                continue  # what a desktop or a network file system puts anywhere
             return f"{data / name} does not belong to it"
         if there[name][0] != wanted[name][0]:
             return f"{data / name} has {there[name][0]} bytes instead of {wanted[name][0]}"

@@ -12,7 +12,7 @@ from diloco import manifest as manifests
 from diloco.config import DiLoCoConfig
 from diloco.folders import Path, root_of, steps
 from diloco.leaves import check_leaves, kind, named_leaves
-from diloco.state import DiLoCoState
+from diloco.state import DiLoCoState, check_residual
 
 
 log = logging.getLogger("diloco")
@@ -83,6 +83,8 @@ def restore(
         log.warning("%s: %s", where, line)
     was = DiLoCoConfig(**manifest["algorithm"])
     _check_state(manifest["leaves"], wanted, was, config, f"{where} in {directory}")
+    remedy = "make it with diloco.init of the same configuration"
+    check_residual(like, config.error_feedback, "the state to restore", remedy)
     loaded = load(folder / manifest["data"], {n: target(x) for n, x in wanted.items()})
     for name, leaf in wanted.items():
         loaded[name] = as_wanted(loaded[name], leaf)
@@ -238,11 +240,5 @@ def _check_state(
     own = "this outer optimizer keeps a part of its own a fragment"
     check(("outer_opt_state",), "num_fragments", own)
     check(("residual",), "error_feedback", "the residuals are part of the state")
-    has = any(name.startswith("residual") for name in wanted)
-    if has != config.error_feedback:
-        raise ValueError(
-            f"the state to restore has {'a' if has else 'no'} residual, but error_feedback is {config.error_feedback}; "
-            "make it with diloco.init of the same configuration"
-        )
     remedy = f"restore {was.num_islands} islands, then change their number with diloco.resize"
     check_leaves(found, wanted, where, remedy=remedy)

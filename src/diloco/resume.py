@@ -15,7 +15,8 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from diloco import inner, islands, restoring, spmd
+from diloco import folders, inner, islands, restoring, spmd
+from diloco import manifest as manifests
 from diloco.config import DiLoCoConfig
 from diloco.data import Corpus, IslandBatches
 from diloco.recipes import Recipe
@@ -120,7 +121,8 @@ def load(
             another loop.
     """
     directory = run_dir / "checkpoints"
-    manifest = restoring.inspect(directory, step)
+    # `place` has checked its files, and `restore` will.
+    manifest = manifests.read(folders.root_of(directory) / str(step))
     if not {"data", "log_bytes", "tokens"} <= set(manifest["extras"]):
         raise ValueError(
             f"the checkpoint of step {step} in {directory} was not saved by this version of diloco train; "

@@ -254,11 +254,7 @@ def _check_state(x: exchange.Exchange, state: DiLoCoState) -> None:
             raise ValueError(
                 f"the outer optimizer has counts of shape {leaf.shape}, but num_fragments is {config.num_fragments}; {remedy}"
             )
-    if (state.residual is not None) != config.error_feedback:
-        has = "no residual" if state.residual is None else "a residual"
-        raise ValueError(
-            f"the state has {has}, but error_feedback is {config.error_feedback}; {remedy}"
-        )
+    states.check_residual(state, config.error_feedback)
 
 
 def _check_same(before: Any, after: Any) -> None:

@@ -111,6 +111,35 @@ def as_outer(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(convert, params)
 
 
+def check_residual(
+    state: DiLoCoState,
+    error_feedback: bool,
+    name: str = "the state",
+    remedy: str = "start the state with diloco.init of the same configuration",
+) -> None:
+    """Checks that a state has residuals if and only if error feedback is on.
+
+    Args:
+        state: The state, concrete or abstract.
+        error_feedback: As in the configuration.
+        name: What the state is, for the message.
+        remedy: How the message ends.
+
+    Raises:
+        ValueError: If it has residuals without error feedback, or none with it.
+
+    Example:
+        >>> import diloco
+        >>> state = diloco.init(diloco.DiLoCoConfig(num_islands=2, sync_period=4), {"params": jnp.ones(3)})
+        >>> check_residual(state, True)
+        Traceback (most recent call last):
+        ValueError: the state has no residual, but error_feedback is True; start the state with diloco.init of the same configuration
+    """
+    if (state.residual is not None) != error_feedback:
+        has = "no residual" if state.residual is None else "a residual"
+        raise ValueError(f"{name} has {has}, but error_feedback is {error_feedback}; {remedy}")
+
+
 def check_islands(
     tree: Any,
     num_islands: int,

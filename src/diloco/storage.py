@@ -39,7 +39,7 @@ def writing(path: Path | epath.Path | str) -> Iterator[None]:
             raise
         # The file below it, where the system names one; never a scratch file beside it.
         named = getattr(error, "filename", None)
-        where = named if named and Path(path) in Path(os.fsdecode(named)).parents else path
+        where = named if named and Path(path) in Path(str(named)).parents else path
         raise OSError(f"{where} could not be written ({reason(error)}); {remedy(error)}") from error
 
 

@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diloco
-from diloco import data, export, storage
-from diloco import islands as joining
+from diloco import data, export, health, storage
 from diloco import resume as resuming
 from diloco.checkpoint import Checkpoints
 from diloco.program import Program, build, check_memory, open_batches, start
@@ -188,17 +187,16 @@ def _loop(
         if step % measure_every == 0:
             log.add("outer", step, program.measure(state, batch))
         state, metrics = program.step(state, batch)
-        skipped = _check(recipe, log.add("train", step, metrics), state, skipped, log)
+        records = log.add("train", step, metrics)
+        skipped = health.check_records(recipe.diloco, records, state, skipped, log.say)
         if step % every == 0 and step < last:
             records = log.add("eval", step, program.evaluate(state, held_out))
-            skipped = _check(recipe, records, state, skipped, log)
+            skipped = health.check_records(recipe.diloco, records, state, skipped, log.say)
         stopping = stop.is_set()
         if stopping or step % save_every == 0 or step == last:
             # What is saved is checked first, and its records are in the log.
-            skipped = _check(recipe, log.drain(), state, skipped, log)
-            bad = joining.bad_leaves(state)
-            if bad and recipe.diloco.on_bad_island == "error":
-                _stop("state", bad[0][0], step, state)
+            skipped = health.check_records(recipe.diloco, log.drain(), state, skipped, log.say)
+            health.check_state(recipe.diloco, state)
             save(state, log.bytes, log.tokens)
             log.check()  # after the save: what it lacks can be put back
         if stopping:
@@ -228,7 +226,7 @@ def _finish(
         "loss": [],
         "skipped": np.asarray(state.skipped).tolist(),
     }
-    _check(recipe, [sent], state, skipped, log)
+    health.check_records(config, [sent], state, skipped, log.say)
     losses = [r["outer_loss"] for r in records if r["kind"] == "eval"]
     return state, {
         "steps": steps,
@@ -238,47 +236,6 @@ def _finish(
         "flushed": not up_to_date,
         "skipped": np.asarray(state.skipped).tolist(),
     }
-
-
-def _check(
-    recipe: Recipe,
-    records: list[dict[str, Any]],
-    state: DiLoCoState,
-    skipped: list[int],
-    log: RunLog,
-) -> list[int]:
-    """Stops the run at the first island that is not finite, unless such islands are to be left out.
-
-    Returns the counts of `state.skipped` that were seen last.
-    """
-    for record in records:
-        if record["kind"] != "train":
-            continue
-        losses, before, skipped = record["loss"], skipped, record["skipped"]
-        lost = [m for m, loss in enumerate(losses) if loss is None]
-        refused = [m for m, (a, b) in enumerate(zip(before, skipped, strict=True)) if b > a]
-        if recipe.diloco.on_bad_island == "error" and (lost or refused):
-            what = "loss" if lost else "pseudo-gradient"
-            _stop(what, (lost or refused)[0], record["step"], state)
-        if len(refused) == len(skipped):
-            raise ValueError(
-                f"no island is finite at step {record['step']}, so none is left to go on with; "
-                "lower train.learning_rate, and go on from an earlier checkpoint (--resume STEP --allow-change)"
-            )
-        if refused:
-            log.say(
-                f"step {record['step']}: islands {refused} are not finite and left out of the mean"
-            )
-    return skipped
-
-
-def _stop(what: str, island: int, step: int, state: DiLoCoState) -> None:
-    leaf = dict(joining.bad_leaves(state)).get(island)
-    where = f" (its first leaf that is not finite: {leaf})" if leaf else ""
-    raise ValueError(
-        f"the {what} of island {island} is not finite at step {step}; lower train.learning_rate, or leave such "
-        f"islands out with diloco.on_bad_island=skip{where}"
-    )
 
 
 def _put(batch: np.ndarray, mesh: Mesh | None) -> Any:
