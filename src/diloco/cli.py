@@ -181,7 +181,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             with 0), 141 if nobody reads the output any more.
 
     Example:
-        >>> main(["recipe", "--help"])  # doctest: +SKIP
+        >>> main(["recipe", "laptop-dilco"])
+        Traceback (most recent call last):
+        SystemExit: 2
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
